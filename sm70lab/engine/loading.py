@@ -1,0 +1,46 @@
+"""From a model specification to a model and its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sm70lab.engine.architecture import Architecture
+from sm70lab.engine.checkpoint import FolderWeights, RandomWeights, Weights
+from sm70lab.engine.model import HybridModel
+from sm70lab.engine.text import NumberText, Text, TokenizerText
+from sm70lab.errors import UsageError
+from sm70lab.schema import ModelDtype, ModelSpec
+
+EMBEDDED = Path(__file__).parent.parent / "models" / "web"
+
+
+@dataclass
+class Source:
+    """A model found and checked, its weights not read yet."""
+
+    arch: Architecture
+    weights: Weights
+    text: Text
+
+    def build(self, dtype: ModelDtype, device: torch.device) -> HybridModel:
+        """Read the weights. Raises ``UsageError`` for damaged files."""
+        with torch.inference_mode():
+            return HybridModel(self.arch, self.weights, getattr(torch, dtype.value)).to(device)
+
+
+def find(spec: ModelSpec) -> Source:
+    """Locate and check a model: configuration, tensor names and shapes, tokenizer.
+
+    Raises ``UsageError`` for everything that can be known without reading the weights.
+    """
+    if spec.name in ("random", "tiny"):
+        arch = Architecture.from_dict(dict(spec.shape), f"model={spec.name}: shape")
+        return Source(arch, RandomWeights(arch, spec.seed), NumberText(arch.vocab_size))
+    folder = Path(spec.path).expanduser() if spec.path else EMBEDDED
+    if not folder.is_dir():
+        raise UsageError(f"model.path={folder}: no such folder; give a Hugging Face folder with config.json")
+    arch = Architecture.from_folder(folder)
+    return Source(arch, FolderWeights(folder, arch), TokenizerText(folder, arch.vocab_size))

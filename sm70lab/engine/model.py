@@ -1,0 +1,152 @@
+"""The hybrid model: embedding, GDN and attention layers, final norm, head, and the MTP draft head."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sm70lab.engine.architecture import Architecture
+from sm70lab.engine.attention import GatedAttention, LayerKV, Rotary
+from sm70lab.engine.checkpoint import Weights
+from sm70lab.engine.gdn import GatedDeltaNet
+from sm70lab.engine.kv_cache import KVCache
+from sm70lab.engine.mlp import build_mlp
+from sm70lab.engine.state import LayerState, StateStore
+from sm70lab.kernels.attention import rotary_table
+from sm70lab.kernels.norm import rms_norm
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm residual layer: token mixer (GDN or attention), then the feed-forward."""
+
+    def __init__(self, arch: Architecture, weights: Weights, prefix: str, dtype: torch.dtype, kind: str, moe: bool) -> None:
+        super().__init__()
+        wide = torch.promote_types(dtype, torch.float32)
+        self.eps = arch.rms_norm_eps
+        self.input_norm = nn.Buffer(1 + weights.read(prefix + "input_layernorm.weight").to(wide))
+        self.post_norm = nn.Buffer(1 + weights.read(prefix + "post_attention_layernorm.weight").to(wide))
+        self.gdn = GatedDeltaNet(arch, weights, prefix + "linear_attn.", dtype) if kind == "linear_attention" else None
+        self.attention = GatedAttention(arch, weights, prefix + "self_attn.", dtype) if self.gdn is None else None
+        self.mlp = build_mlp(arch, weights, prefix + "mlp.", dtype, moe)
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(rms_norm(x, self.post_norm, self.eps))
+
+
+class MTPHead(nn.Module):
+    """Native multi-token prediction: one attention layer over fc(cat(embedding, hidden))."""
+
+    def __init__(self, arch: Architecture, weights: Weights, dtype: torch.dtype) -> None:
+        super().__init__()
+        wide = torch.promote_types(dtype, torch.float32)
+        self.eps = arch.rms_norm_eps
+        self.fc = nn.Buffer(weights.read("mtp.fc.weight").to(dtype))
+        self.norm_embedding = nn.Buffer(1 + weights.read("mtp.pre_fc_norm_embedding.weight").to(wide))
+        self.norm_hidden = nn.Buffer(1 + weights.read("mtp.pre_fc_norm_hidden.weight").to(wide))
+        self.norm = nn.Buffer(1 + weights.read("mtp.norm.weight").to(wide))
+        self.layer = DecoderLayer(arch, weights, "mtp.layers.0.", dtype, "full_attention", arch.num_experts > 0)
+
+    def forward(self, embedded: torch.Tensor, hidden: torch.Tensor, rotary: Rotary, kv: LayerKV, start: torch.Tensor) -> torch.Tensor:
+        """Row i: the embedding of token i + 1 with the hidden state of position i, both [B, T, hidden].
+
+        ``hidden`` is the target's output after its final norm, or this head's own output when it
+        drafts recursively. Returns [B, T, hidden]; the shared head turns it into logits.
+        """
+        pair = (rms_norm(embedded, self.norm_embedding, self.eps), rms_norm(hidden, self.norm_hidden, self.eps))
+        x = F.linear(torch.cat(pair, dim=-1), self.fc)
+        assert self.layer.attention is not None
+        x = x + self.layer.attention(rms_norm(x, self.layer.input_norm, self.eps), rotary, kv, start)
+        return rms_norm(self.layer.feed_forward(x), self.norm, self.eps)
+
+
+class HybridModel(nn.Module):
+    """The target model with its draft head. Stateless: caches and states come in and go out."""
+
+    def __init__(self, arch: Architecture, weights: Weights, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.arch, self.dtype = arch, dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        self.embedding = nn.Buffer(weights.read("model.embed_tokens.weight").to(dtype))
+        self.layers = nn.ModuleList(
+            DecoderLayer(arch, weights, f"model.layers.{i}.", dtype, kind, arch.is_moe_layer(i))
+            for i, kind in enumerate(arch.layer_types)
+        )
+        self.norm = nn.Buffer(1 + weights.read("model.norm.weight").to(wide))
+        tied = arch.tie_word_embeddings
+        self.head = self.embedding if tied else nn.Buffer(weights.read("lm_head.weight").to(dtype))
+        self.mtp = MTPHead(arch, weights, dtype) if arch.mtp_layers else None
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    def rotary(self, start: torch.Tensor, tokens: int) -> Rotary:
+        """cos and sin [B, T, 1, rotary_dim] for positions start..start + T − 1."""
+        positions = start[:, None] + torch.arange(tokens, device=start.device)
+        cos, sin = rotary_table(positions, self.arch.rotary_dim, self.arch.rope_theta)
+        return cos[:, :, None].to(self.dtype), sin[:, :, None].to(self.dtype)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        start: torch.Tensor,
+        states: list[LayerState],
+        accepted: torch.Tensor,
+        kv: list[LayerKV],
+        scheme: str,
+        prefill: bool,
+    ) -> tuple[torch.Tensor, list[LayerState]]:
+        """Run T rows of each sequence.
+
+        tokens [B, T] int64 at positions ``start`` [B] and on; states and accepted from
+        ``StateStore``, kv from ``KVCache`` (written in place). Returns the hidden states after
+        the final norm, [B, T, hidden], and the GDN layers' new states.
+        """
+        x = F.embedding(tokens, self.embedding)
+        rotary = self.rotary(start, tokens.shape[1])
+        incoming, caches = iter(states), iter(kv)
+        outgoing: list[LayerState] = []
+        for layer in self.layers:
+            normed = rms_norm(x, layer.input_norm, layer.eps)
+            if layer.gdn is not None:
+                mixed, state = layer.gdn(normed, next(incoming), accepted, scheme, prefill)
+                outgoing.append(state)
+            else:
+                mixed = layer.attention(normed, rotary, next(caches), start)
+            x = layer.feed_forward(x + mixed)
+        return rms_norm(x, self.norm, self.arch.rms_norm_eps), outgoing
+
+    def run(self, tokens: torch.Tensor, store: StateStore, kv: KVCache, prefill: bool) -> torch.Tensor:
+        """Open a round on ``store``, run the rows, hand the new states back; the caller commits."""
+        store.begin(tokens.shape[1], prefill)
+        start = torch.tensor(store.position, device=tokens.device)
+        hidden, states = self(tokens, start, store.layers, store.accepted, kv.layers, store.scheme, prefill)
+        store.advance(states)
+        return hidden
+
+    def first_non_finite_layer(self, tokens: torch.Tensor, store: StateStore, kv: KVCache) -> int | None:
+        """The first layer with a non-finite output when ``tokens`` [1, T] run from an empty state."""
+        found: list[int] = []
+        hooks = [
+            layer.mlp.register_forward_hook(
+                lambda _, __, out, i=i: None if bool(torch.isfinite(out).all()) else found.append(i)
+            )
+            for i, layer in enumerate(self.layers)
+        ]
+        try:
+            self.run(tokens, store, kv, prefill=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found[0] if found else None
+
+    def draft(self, tokens: torch.Tensor, hidden: torch.Tensor, start: torch.Tensor, kv: KVCache) -> torch.Tensor:
+        """Run the MTP head on T rows: tokens i + 1 [B, T] with hidden states i [B, T, hidden]."""
+        assert self.mtp is not None
+        embedded = F.embedding(tokens, self.embedding)
+        return self.mtp(embedded, hidden, self.rotary(start, tokens.shape[1]), kv.layers[0], start)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] → [..., vocabulary] in float32 or better."""
+        return F.linear(hidden, self.head).to(torch.promote_types(self.dtype, torch.float32))

@@ -1,0 +1,113 @@
+"""Between text and token ids: the checkpoint's tokenizer, chat template and streaming detokenisation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from sm70lab.errors import UsageError
+
+LEAST_COVERAGE = 0.95  # of vocab_size; real checkpoints pad the matrix by well under one per cent
+
+
+class Stream(Protocol):
+    """Turns ids into text as they come; holds back bytes of an unfinished character."""
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, possibly empty."""
+
+
+class Text(Protocol):
+    """Encoding and decoding of one model's tokens."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, special tokens recognised."""
+
+    def chat(self, user: str) -> str:
+        """The prompt text of one user message."""
+
+    def stream(self) -> Stream:
+        """A fresh streaming detokeniser."""
+
+
+class TokenizerText:
+    """``tokenizer.json`` with the chat template of ``tokenizer_config.json``."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise UsageError(f"{folder}: no tokenizer.json there")
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise UsageError(f"{path}: not a usable tokenizer ({error})") from error
+        size = self.tokenizer.get_vocab_size(with_added_tokens=True)
+        if not LEAST_COVERAGE * vocab_size <= size <= vocab_size:
+            raise UsageError(f"{path}: {size} tokens do not fit vocab_size {vocab_size} of config.json")
+        self.template = _chat_template(folder)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def chat(self, user: str) -> str:
+        if self.template is None:
+            raise UsageError("workload: a prompt with 'user' needs a chat template, and the model's tokenizer has none; use 'text'")
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        messages = [{"role": "user", "content": user}]
+        rendered: str = environment.from_string(self.template).render(messages=messages, add_generation_prompt=True)
+        return rendered
+
+    def stream(self) -> Stream:
+        return _TokenizerStream(self.tokenizer)
+
+
+class _TokenizerStream:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.decoder = DecodeStream(skip_special_tokens=True)
+
+    def push(self, token: int) -> str:
+        return self.decoder.step(self.tokenizer, token) or ""
+
+
+class NumberText:
+    """For models without a tokenizer: a token's text is its number, a character's token its code."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) % self.vocab_size for c in text]
+
+    def chat(self, user: str) -> str:
+        return user
+
+    def stream(self) -> Stream:
+        return _NumberStream()
+
+
+class _NumberStream:
+    def push(self, token: int) -> str:
+        return f"{token} "
+
+
+def _chat_template(folder: Path) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    path = folder / "tokenizer_config.json"
+    if not path.exists():
+        return None
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path}: cannot be read as JSON ({error})") from error
+    template = config.get("chat_template")
+    return template if isinstance(template, str) else None

@@ -1,0 +1,104 @@
+"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks"), plain PyTorch.
+
+State S of one value head is [K, V] (keys by values). One token, with decay α = exp(g):
+
+    S ← α·S;   d = β·(v − Sᵀk);   S ← S + k⊗d;   o = Sᵀq
+
+Shapes: B sequences, T tokens, H value heads, key size K, value size V. Queries and keys come
+L2-normalised and repeated to the value heads; queries are already scaled by K^−½. Everything
+runs in the state's dtype (float32, or float64 for float64 models).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+CHUNK = 64
+
+
+def gating(
+    a: torch.Tensor, b: torch.Tensor, neg_decay_rate: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """g = −exp(A_log)·softplus(a + dt_bias) and β = sigmoid(b), both [B, T, H].
+
+    ``neg_decay_rate`` is −exp(A_log), computed once at load in float32: in float16 it overflows.
+    """
+    dtype = neg_decay_rate.dtype
+    return neg_decay_rate * F.softplus(a.to(dtype) + dt_bias), torch.sigmoid(b.to(dtype))
+
+
+def l2_normalise(x: torch.Tensor) -> torch.Tensor:
+    """x / √(Σx² + 1e-6) over the last dimension."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def gated_delta_recurrent(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token by token: exactly the formula above, in an order that does not depend on T.
+
+    q, k [B, T, H, K]; v [B, T, H, V]; g, beta [B, T, H]; state [B, H, K, V], not changed.
+    Returns o [B, T, H, V] and the state after every token, [B, T, H, K, V].
+    """
+    batch, tokens, heads, key = q.shape
+    value = v.shape[-1]
+    s = state.reshape(batch * heads, key, value)
+    rows = batch * heads
+    outputs = v.new_empty(tokens, rows, 1, value)
+    states = state.new_empty(tokens, rows, key, value)
+    decay = g.exp()
+    for t in range(tokens):
+        q_t = q[:, t].reshape(rows, 1, key)
+        k_t = k[:, t].reshape(rows, 1, key)
+        s = s * decay[:, t].reshape(rows, 1, 1)
+        d = beta[:, t].reshape(rows, 1, 1) * (v[:, t].reshape(rows, 1, value) - torch.bmm(k_t, s))
+        s = torch.baddbmm(s, k_t.transpose(1, 2), d, out=states[t])
+        torch.bmm(q_t, s, out=outputs[t])
+    return (
+        outputs.view(tokens, batch, heads, value).transpose(0, 1),
+        states.view(tokens, batch, heads, key, value).transpose(0, 1),
+    )
+
+
+def gated_delta_chunk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same result for long inputs: chunks of 64 tokens in matrix products (section 3.3 there).
+
+    Within a chunk, with γ_t = Π_{i≤t} α_i, the updates d of all tokens solve the unit lower
+    triangular system (I + tril(β_t·(k_t·k_s)·γ_t/γ_s, −1)) d = β_t·(v_t − γ_t·S₀ᵀk_t).
+    Same arguments as ``gated_delta_recurrent``; returns o and the final state [B, H, K, V].
+    """
+    batch, tokens, heads, _ = q.shape
+    pad = -tokens % CHUNK
+    # Padding with g = 0, beta = 0 and k = 0 leaves the state as it is.
+    q, k, v = (F.pad(x.transpose(1, 2), (0, 0, 0, pad)) for x in (q, k, v))
+    g, beta = (F.pad(x.transpose(1, 2), (0, pad)) for x in (g, beta))
+    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    s = state
+    outputs = []
+    for start in range(0, tokens + pad, CHUNK):
+        span = slice(start, start + CHUNK)
+        q_c, k_c, v_c, beta_c = q[:, :, span], k[:, :, span], v[:, :, span], beta[:, :, span, None]
+        log_gamma = g[:, :, span].cumsum(-1)
+        # Masked before exp: above the diagonal the differences are positive and may overflow.
+        ratio = (log_gamma[..., :, None] - log_gamma[..., None, :]).masked_fill(~lower, -torch.inf).exp()
+        gamma = log_gamma.exp()[..., None]
+        system = beta_c * (k_c @ k_c.transpose(-1, -2)) * ratio  # diagonal is taken as one below
+        right = beta_c * (v_c - gamma * (k_c @ s))
+        d = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        outputs.append(gamma * (q_c @ s) + ((q_c @ k_c.transpose(-1, -2)) * ratio) @ d)
+        remaining = (log_gamma[..., -1:] - log_gamma).exp()[..., None]
+        s = gamma[..., -1:, :] * s + (k_c * remaining).transpose(-1, -2) @ d
+    return torch.cat(outputs, 2)[:, :, :tokens].transpose(1, 2), s

@@ -1,0 +1,313 @@
+"""Typed configuration, and the records that pass between rooms.
+
+Configuration classes mirror the YAML under ``conf/`` one to one: Hydra composes the YAML,
+OmegaConf checks it against these types, ``sm70lab.config`` checks what types cannot say.
+Records are plain data: targets write them, the judge reads them, tracking stores them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+RESULT_SCHEMA_VERSION = 1
+
+
+# --------------------------------------------------------------------------- configuration
+
+
+class DraftSampling(str, Enum):
+    """How drafts are sampled and accepted (see ``engine.rejection``)."""
+
+    greedy = "greedy"  # drafts are the draft head's argmax; rejection with a one-hot q
+    probabilistic = "probabilistic"  # drafts drawn from q; rejection with the true q
+    token_matching = "token_matching"  # target tokens drawn first; a draft passes if equal
+
+
+class Proposal(str, Enum):
+    """Which truncation the draft distribution q gets."""
+
+    top_k = "top_k"
+    top_k_top_p = "top_k_top_p"
+
+
+class StateScheme(str, Enum):
+    """How recurrent state is kept and rolled back (see ``engine.state``)."""
+
+    slots = "slots"
+    replay = "replay"
+
+
+class StateDtype(str, Enum):
+    """Element type of the recurrent state; ``auto`` is float32, float64 for a float64 model."""
+
+    auto = "auto"
+    float16 = "float16"
+    float32 = "float32"
+    float64 = "float64"
+
+
+class ModelDtype(str, Enum):
+    """Element type of weights and activations."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float64 = "float64"
+
+
+class Display(str, Enum):
+    """What the terminal shows: a live line and a panel, one line at the end, or one JSON object."""
+
+    rich = "rich"
+    quiet = "quiet"
+    json = "json"
+
+
+@dataclass
+class StateConfig:
+    """Recurrent state of the Gated DeltaNet layers."""
+
+    scheme: StateScheme = StateScheme.replay
+    dtype: StateDtype = StateDtype.auto
+    block_size: int = 816  # tokens; prefill chunks end on multiples of it
+
+
+@dataclass
+class Route:
+    """One way to run the model: where the opaque boundary sits, how state and drafts are kept."""
+
+    name: str = "split"
+    full_forward: bool = False
+    spec_core_003: bool = False
+    compile: bool = False
+    draft_tokens: int = 4  # 0..8; 0 is the no-draft run
+    draft_sampling: DraftSampling = DraftSampling.probabilistic
+    proposal: Proposal = Proposal.top_k_top_p
+    state: StateConfig = field(default_factory=StateConfig)
+
+
+@dataclass
+class TargetConfig:
+    """What is measured."""
+
+    name: str = "engine"
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    threads: int | None = 1  # CPU threads; None leaves torch's own choice
+
+
+@dataclass
+class ModelSpec:
+    """Which weights. ``random`` draws them from ``shape`` (keys of a Hugging Face config.json)."""
+
+    name: str = "web"
+    path: str | None = None  # a Hugging Face folder; None for ``web`` and ``random``
+    dtype: ModelDtype = ModelDtype.float32
+    shape: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0  # of the random weights
+
+
+@dataclass
+class PromptSpec:
+    """One prompt of a workload: raw ``text``, or a ``user`` message put through the chat template."""
+
+    name: str = "prompt"
+    text: str | None = None
+    user: str | None = None
+    max_tokens: int | None = None  # None: the workload's
+    contract: str | None = None  # "html": the structural check of the field's gate
+
+
+@dataclass
+class Workload:
+    """What is generated."""
+
+    name: str = "web"
+    prompts: list[PromptSpec] = field(default_factory=list)
+    max_tokens: int = 6000  # output tokens a prompt, where the prompt names none
+
+
+@dataclass
+class Sampling:
+    """Sampling parameters, applied in this order: penalties and bans, temperature, top-k, top-p, min-p."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 0.95
+    top_k: int = 20  # 0 is off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0  # stop ids are banned before this many output tokens
+    banned_ids: list[int] = field(default_factory=list)
+    stop_ids: list[int] = field(default_factory=list)  # beside the model's own end tokens
+    stop_strings: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Gate:
+    """Thresholds of a gate: a metric fails when its value is beyond the one given here."""
+
+    name: str = "fixed_quality"
+    min_tokens: int = 64
+    max_same_token_run: int = 48
+    max_digit_run: int = 80
+    max_same_char_run: int = 120
+    repeat20: int = 80
+    repeat50: int = 40
+    repeat100: int = 20
+    max_same_line_run: int = 12
+    bad_markers: list[str] = field(default_factory=list)
+    audit_alpha: float = 0.001  # false-alarm rate of the losslessness audit, over the whole run
+    window_tokens: int = 500  # output tokens in one acceptance window
+
+
+@dataclass
+class Tracking:
+    """Where records go. The run folder is always written."""
+
+    mlflow: bool = True
+    uri: str | None = None  # None: sqlite under runs_dir
+    runs_dir: str = "runs"
+    timeout_s: float = 10.0  # to reach an http tracking server
+
+
+@dataclass
+class ExperimentConfig:
+    """The whole resolved configuration of one run."""
+
+    name: str = "default"  # the experiment: folder under runs_dir and MLflow experiment
+    route: Route = field(default_factory=Route)
+    target: TargetConfig = field(default_factory=TargetConfig)
+    model: ModelSpec = field(default_factory=ModelSpec)
+    workload: Workload = field(default_factory=Workload)
+    sampling: Sampling = field(default_factory=Sampling)
+    gate: Gate = field(default_factory=Gate)
+    tracking: Tracking = field(default_factory=Tracking)
+    seed: int = 20260620
+    repeats: int = 1
+    audit: bool = True
+    force: bool = False  # run again though this fingerprint is finished
+    display: Display = Display.rich
+
+
+# --------------------------------------------------------------------------- records
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt ready to run."""
+
+    index: int
+    name: str
+    text: str
+    token_ids: Sequence[int]
+    max_tokens: int
+    contract: str | None = None
+
+
+@dataclass(frozen=True)
+class Round:
+    """One verify round of one generation, as delivered (nothing after an end token counts)."""
+
+    position: int  # output tokens delivered before this round
+    drafted: int  # draft tokens put to the test
+    accepted: int  # of these, accepted and delivered
+    emitted: int  # tokens delivered: accepted + 1, or fewer where end or budget cut the round
+    seconds: float  # wall time of the round
+
+
+@dataclass
+class Generation:
+    """One completed (or interrupted) output with what is needed to judge it."""
+
+    prompt: Prompt
+    repeat: int
+    seed: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str  # stop, length, interrupted
+    rounds: list[Round]
+    prefill_seconds: float
+    decode_seconds: float
+    note: str = ""
+
+    @property
+    def key(self) -> str:
+        """Name of this generation's files: prompt name and repeat."""
+        return f"{self.prompt.name}-r{self.repeat}"
+
+
+@dataclass
+class TokenScores:
+    """A generation's own tokens under the reference's truncated distribution p'.
+
+    All arrays have one entry an output token. ``cdf_low``/``cdf_high`` bound the token's
+    interval in the cumulative p' with tokens ordered by falling probability, so that
+    low + U·(high − low), U uniform, is uniform when the token was drawn from p'.
+    """
+
+    logprob: np.ndarray  # log p'(token); −inf outside the support
+    raw_logprob: np.ndarray  # log p(token) before truncation, at the run's temperature
+    entropy: np.ndarray  # entropy of p', nats
+    variance: np.ndarray  # variance of log p' under p', nats²
+    rank: np.ndarray  # 0 is the reference's most likely token
+    in_support: np.ndarray  # bool
+    cut_gap: np.ndarray  # how far outside: 0 inside; else logit gap (top-k, min-p) or mass (top-p)
+    cut_rule: np.ndarray  # "" inside, else "top_k", "top_p", "min_p", "banned": the cut violated
+    argmax: np.ndarray  # the reference's most likely token id
+    top2_margin: np.ndarray  # logit gap between the reference's two most likely tokens
+    cdf_low: np.ndarray
+    cdf_high: np.ndarray
+
+
+class VerdictKind(str, Enum):
+    """The four verdicts, and the exit code each maps to in ``EXIT_CODES``."""
+
+    passed = "pass"
+    route_fault = "route_fault"
+    model_degenerate = "model_degenerate"
+    inconclusive = "inconclusive"
+
+
+EXIT_CODES: dict[VerdictKind, int] = {
+    VerdictKind.passed: 0,
+    VerdictKind.route_fault: 1,
+    VerdictKind.model_degenerate: 1,
+    VerdictKind.inconclusive: 3,
+}
+EXIT_USAGE = 2
+
+
+class Status(str, Enum):
+    """What one kind of evidence says."""
+
+    ok = "ok"
+    bad = "bad"
+    warn = "warn"  # worth reading, decides nothing by itself
+    unknown = "unknown"  # not enough to say
+
+
+@dataclass
+class Evidence:
+    """One kind of evidence over the whole run: a status, one line for a person, numbers behind it."""
+
+    kind: str  # shape, acceptance, audit
+    status: Status
+    line: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Verdict:
+    """What the run is worth, with its evidence from weak to strong."""
+
+    kind: VerdictKind
+    reason: str
+    evidence: list[Evidence]

@@ -1,0 +1,1 @@
+"""Targets: each turns (workload, route) into generations."""

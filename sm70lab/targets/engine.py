@@ -1,0 +1,163 @@
+"""The built-in engine as a target."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from sm70lab.engine import reference
+from sm70lab.engine.decoder import Decoder
+from sm70lab.engine.loading import Source, find
+from sm70lab.engine.model import HybridModel
+from sm70lab.engine.noise import KeyedNoise
+from sm70lab.engine.stopping import Delivery
+from sm70lab.errors import NonFiniteError, UsageError
+from sm70lab.schema import ExperimentConfig, Generation, ModelDtype, Prompt, Round, TokenScores
+from sm70lab.targets.base import OnProgress, Progress
+
+PROGRESS_SECONDS = 0.2
+
+
+class EngineTarget:
+    """Loads the configured model and decodes prompt after prompt along the configured route."""
+
+    def __init__(self, config: ExperimentConfig) -> None:
+        self.config = config
+        self.source: Source = find(config.model)
+        self.device = _device(config.target.device)
+        self._check()
+
+    def _check(self) -> None:
+        config, arch = self.config, self.source.arch
+        if config.route.draft_tokens and not arch.mtp_layers:
+            raise UsageError(
+                f"route.draft_tokens={config.route.draft_tokens}: this model has no MTP head "
+                "(mtp_num_hidden_layers is 0 or missing in config.json); use route=no_mtp"
+            )
+        for name in ("banned_ids", "stop_ids"):
+            outside = [i for i in getattr(config.sampling, name) if not 0 <= i < arch.vocab_size]
+            if outside:
+                raise UsageError(f"sampling.{name}={outside}: token ids of this model are 0..{arch.vocab_size - 1}")
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The model's own end tokens and the configured ones."""
+        return frozenset(self.source.arch.eos_token_ids) | frozenset(self.config.sampling.stop_ids)
+
+    def load(self) -> None:
+        """Read the weights. Raises ``UsageError`` for damaged files."""
+        if self.config.target.threads:
+            torch.set_num_threads(self.config.target.threads)
+        self.model = self.source.build(self.config.model.dtype, self.device)
+
+    def describe(self) -> dict[str, str | int | float]:
+        """Facts for the record; parameters and bytes count the tensors in memory."""
+        buffers = {b.data_ptr(): b for b in self.model.buffers()}.values()
+        return {
+            "model_hash": self.source.weights.digest(),
+            "parameters": sum(b.numel() for b in buffers),
+            "weight_bytes": sum(b.numel() * b.element_size() for b in buffers),
+            "dtype": self.config.model.dtype.value,
+            "device": str(self.device),
+            "threads": torch.get_num_threads(),
+            "trained_positions": self.source.arch.max_position_embeddings,
+        }
+
+    def prompts(self) -> list[Prompt]:
+        """The workload's prompts, tokenised. Raises ``UsageError`` for an empty one."""
+        prompts = []
+        for index, spec in enumerate(self.config.workload.prompts):
+            text = spec.text if spec.text is not None else self.source.text.chat(spec.user or "")
+            ids = self.source.text.encode(text)
+            if not ids:
+                raise UsageError(f"workload.prompts[{index}] ({spec.name}): no tokens; give some text")
+            budget = spec.max_tokens if spec.max_tokens is not None else self.config.workload.max_tokens
+            prompts.append(Prompt(index, spec.name, text, ids, budget, spec.contract))
+        return prompts
+
+    def generate(self, prompts: list[Prompt], repeat: int, on_progress: OnProgress) -> Iterator[Generation]:
+        """Decode each prompt in turn; see ``targets.base.Target``."""
+        for prompt in prompts:
+            generation = self._one(prompt, repeat, on_progress)
+            yield generation
+            if generation.finish_reason == "interrupted":
+                raise KeyboardInterrupt
+
+    def _one(self, prompt: Prompt, repeat: int, on_progress: OnProgress) -> Generation:
+        config = self.config
+        noise = KeyedNoise(config.seed, prompt.index, repeat)
+        ids = list(prompt.token_ids)
+        delivery = Delivery(self.source.text.stream(), self.stop_ids, config.sampling.stop_strings, prompt.max_tokens)
+        rounds: list[Round] = []
+        accepted = 0
+        note = ""
+        started = now = shown = time.perf_counter()
+        prefill_seconds = 0.0
+        try:
+            decoder = Decoder(self.model, config.route, config.sampling, ids, prompt.max_tokens, noise, self.stop_ids)
+            for number, step in enumerate(decoder.steps()):
+                position = len(delivery.token_ids)
+                emitted = delivery.push(step.tokens)
+                now, before = time.perf_counter(), now
+                if number == 0:
+                    prefill_seconds = now - before
+                else:
+                    passed = min(len(step.tokens) - 1, emitted)
+                    whole = emitted == len(step.tokens)
+                    rounds.append(Round(position, step.drafted if whole else passed, passed, emitted, now - before))
+                    accepted += passed
+                if delivery.finish_reason:
+                    break
+                if now - shown > PROGRESS_SECONDS:
+                    shown = now
+                    decoded = now - started - prefill_seconds
+                    on_progress(Progress(prompt, repeat, len(delivery.token_ids), len(rounds), accepted, decoded))
+        except KeyboardInterrupt:
+            delivery.finish_reason = "interrupted"
+        except NonFiniteError as error:
+            delivery.finish_reason, note = "non_finite", str(error)
+        return Generation(
+            prompt=prompt,
+            repeat=repeat,
+            seed=config.seed,
+            token_ids=delivery.token_ids,
+            text=delivery.text,
+            finish_reason=delivery.finish_reason or "interrupted",
+            rounds=rounds,
+            prefill_seconds=prefill_seconds,
+            decode_seconds=now - started - prefill_seconds,
+            note=note,
+        )
+
+    def score(self, generation: Generation) -> TokenScores | None:
+        """Score under the same weights without drafts, in float32 or better."""
+        if not generation.token_ids:
+            return None
+        return reference.score(
+            self._reference(),
+            list(generation.prompt.token_ids),
+            generation.token_ids,
+            self.config.sampling,
+            self.stop_ids,
+        )
+
+    def _reference(self) -> HybridModel:
+        """The run's own model where it is float32 or float64 already, else a float32 copy on the CPU's terms."""
+        if self.config.model.dtype in (ModelDtype.float32, ModelDtype.float64):
+            return self.model
+        if not hasattr(self, "_reference_model"):
+            self._reference_model = self.source.build(ModelDtype.float32, self.device)
+        return self._reference_model
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"target.device={name}: torch {torch.__version__} sees no CUDA device here; use target.device=cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"target.device={name}: not a device; use auto, cpu, cuda or cuda:N") from error

@@ -74,7 +74,9 @@ class Architecture:
             known = ", ".join(QWEN3_5 + QWEN3_NEXT)
             raise UsageError(f"{source}: model_type {kind!r} is not supported; supported: {known}")
         if text.get("quantization_config") or raw.get("quantization_config"):
-            raise UsageError(f"{source}: quantised checkpoints are not supported yet; use float16/bfloat16/float32 weights")
+            raise UsageError(
+                f"{source}: quantised checkpoints are not supported yet; use float16/bfloat16/float32 weights"
+            )
         try:
             return _build(text, "qwen3_next" if kind in QWEN3_NEXT else "qwen3_5", source)
         except KeyError as missing:
@@ -138,12 +140,24 @@ def _build(text: dict[str, Any], layout: str, source: str) -> Architecture:
 def _check(arch: Architecture, source: str) -> None:
     rules = (
         (arch.hidden_size > 0 and arch.vocab_size > 0 and bool(arch.layer_types), "sizes must be positive"),
-        (arch.num_heads % arch.num_kv_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads"),
-        (arch.gdn_value_heads % arch.gdn_key_heads == 0, "linear_num_value_heads must be a multiple of linear_num_key_heads"),
-        (arch.rotary_dim % 2 == 0 and 0 < arch.rotary_dim <= arch.head_dim, "partial_rotary_factor must give an even rotary size within head_dim"),
+        (
+            arch.num_heads % arch.num_kv_heads == 0,
+            "num_attention_heads must be a multiple of num_key_value_heads",
+        ),
+        (
+            arch.gdn_value_heads % arch.gdn_key_heads == 0,
+            "linear_num_value_heads must be a multiple of linear_num_key_heads",
+        ),
+        (
+            arch.rotary_dim % 2 == 0 and 0 < arch.rotary_dim <= arch.head_dim,
+            "partial_rotary_factor must give an even rotary size within head_dim",
+        ),
         (arch.conv_kernel >= 2, "linear_conv_kernel_dim must be at least 2"),
         (arch.mtp_layers in (0, 1), "mtp_num_hidden_layers must be 0 or 1"),
-        (arch.num_experts == 0 or 0 < arch.experts_per_token <= arch.num_experts, "num_experts_per_tok must be within num_experts"),
+        (
+            arch.num_experts == 0 or 0 < arch.experts_per_token <= arch.num_experts,
+            "num_experts_per_tok must be within num_experts",
+        ),
     )
     for holds, message in rules:
         if not holds:
@@ -162,7 +176,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UsageError(f"{path.parent}: no {path.name} there; model.path must be a Hugging Face folder") from error
+        raise UsageError(
+            f"{path.parent}: no {path.name} there; model.path must be a Hugging Face folder"
+        ) from error
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(value, dict):
@@ -187,7 +203,9 @@ def expected_tensors(arch: Architecture) -> dict[str, tuple[int, ...]]:
         layer = _attention_tensors(arch) | mlp | _layer_norms(arch)
         tensors |= {f"mtp.layers.0.{name}": shape for name, shape in layer.items()}
         tensors["mtp.fc.weight"] = (hidden, 2 * hidden)
-        tensors |= {f"mtp.{n}.weight": (hidden,) for n in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+        tensors |= {
+            f"mtp.{n}.weight": (hidden,) for n in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+        }
     return tensors
 
 
@@ -206,7 +224,9 @@ def _gdn_tensors(arch: Architecture) -> dict[str, tuple[int, ...]]:
             "in_proj_b": arch.gdn_value_heads,
             "in_proj_a": arch.gdn_value_heads,
         }
-    tensors: dict[str, tuple[int, ...]] = {f"linear_attn.{n}.weight": (size, hidden) for n, size in inputs.items()}
+    tensors: dict[str, tuple[int, ...]] = {
+        f"linear_attn.{n}.weight": (size, hidden) for n, size in inputs.items()
+    }
     return tensors | {
         "linear_attn.conv1d.weight": (arch.gdn_conv_dim, 1, arch.conv_kernel),
         "linear_attn.A_log": (arch.gdn_value_heads,),
@@ -222,16 +242,24 @@ def _attention_tensors(arch: Architecture) -> dict[str, tuple[int, ...]]:
         "k_proj": arch.num_kv_heads * arch.head_dim,
         "v_proj": arch.num_kv_heads * arch.head_dim,
     }
-    tensors: dict[str, tuple[int, ...]] = {f"self_attn.{n}.weight": (s, arch.hidden_size) for n, s in sizes.items()}
+    tensors: dict[str, tuple[int, ...]] = {
+        f"self_attn.{n}.weight": (s, arch.hidden_size) for n, s in sizes.items()
+    }
     tensors["self_attn.o_proj.weight"] = (arch.hidden_size, arch.num_heads * arch.head_dim)
     if arch.attention_bias:
         tensors |= {f"self_attn.{n}.bias": (s,) for n, s in {**sizes, "o_proj": arch.hidden_size}.items()}
     return tensors | {f"self_attn.{n}.weight": (arch.head_dim,) for n in ("q_norm", "k_norm")}
 
 
-def _dense_tensors(arch: Architecture, size: int | None = None, prefix: str = "mlp") -> dict[str, tuple[int, ...]]:
+def _dense_tensors(
+    arch: Architecture, size: int | None = None, prefix: str = "mlp"
+) -> dict[str, tuple[int, ...]]:
     inner = arch.intermediate_size if size is None else size
-    shapes = {"gate_proj": (inner, arch.hidden_size), "up_proj": (inner, arch.hidden_size), "down_proj": (arch.hidden_size, inner)}
+    shapes = {
+        "gate_proj": (inner, arch.hidden_size),
+        "up_proj": (inner, arch.hidden_size),
+        "down_proj": (arch.hidden_size, inner),
+    }
     return {f"{prefix}.{name}.weight": shape for name, shape in shapes.items()}
 
 

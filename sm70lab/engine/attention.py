@@ -6,31 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sm70lab.engine import operators
 from sm70lab.engine.architecture import Architecture
 from sm70lab.engine.checkpoint import Weights
-from sm70lab.kernels.attention import apply_rotary, causal_attention
+from sm70lab.engine.kv_cache import LayerKV, cached_attention
+from sm70lab.engine.routes import Boundary, Opaque
+from sm70lab.kernels.attention import apply_rotary
 from sm70lab.kernels.norm import rms_norm
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cos, sin [B, T, 1, rotary_dim]
-LayerKV = tuple[torch.Tensor, torch.Tensor]  # keys, values [B, Hkv, capacity, D]
-
-
-def cached_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, start: torch.Tensor
-) -> torch.Tensor:
-    """Write T new rows into the cache at ``start`` [B] and attend causally over all rows up to them.
-
-    q [B, T, Hq, D]; k, v [B, T, Hkv, D]. Returns [B, T, Hq·D].
-    """
-    tokens = q.shape[1]
-    outputs = []
-    for b, first in enumerate(start.tolist()):
-        end = first + tokens
-        keys, values = kv[0][b : b + 1], kv[1][b : b + 1]
-        keys[:, :, first:end] = k[b : b + 1].transpose(1, 2)
-        values[:, :, first:end] = v[b : b + 1].transpose(1, 2)
-        outputs.append(causal_attention(q[b : b + 1], keys[:, :, :end], values[:, :, :end]))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 class GatedAttention(nn.Module):
@@ -41,7 +25,11 @@ class GatedAttention(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         self.heads, self.kv_heads, self.head_dim = arch.num_heads, arch.num_kv_heads, arch.head_dim
         self.eps = arch.rms_norm_eps
-        self.sizes = [2 * self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
+        self.sizes = [
+            2 * self.heads * self.head_dim,
+            self.kv_heads * self.head_dim,
+            self.kv_heads * self.head_dim,
+        ]
         names = ("q_proj", "k_proj", "v_proj")
         self.in_proj = nn.Buffer(torch.cat([weights.read(f"{prefix}{n}.weight") for n in names]).to(dtype))
         self.out_proj = nn.Buffer(weights.read(prefix + "o_proj.weight").to(dtype))
@@ -53,12 +41,15 @@ class GatedAttention(nn.Module):
         self.q_norm = nn.Buffer(1 + weights.read(prefix + "q_norm.weight").to(wide))
         self.k_norm = nn.Buffer(1 + weights.read(prefix + "k_norm.weight").to(wide))
 
-    def forward(self, x: torch.Tensor, rotary: Rotary, kv: LayerKV, start: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, rotary: Rotary, kv: LayerKV, start: torch.Tensor, boundary: Boundary
+    ) -> torch.Tensor:
         """x [B, T, hidden] at positions start..start + T − 1 → [B, T, hidden]."""
         batch, tokens, _ = x.shape
         q_gate, k, v = F.linear(x, self.in_proj, self.in_bias).split(self.sizes, dim=-1)
         q, gate = q_gate.view(batch, tokens, self.heads, 2 * self.head_dim).chunk(2, dim=-1)
         q = apply_rotary(rms_norm(q, self.q_norm, self.eps), *rotary)
         k = apply_rotary(rms_norm(k.view(batch, tokens, self.kv_heads, -1), self.k_norm, self.eps), *rotary)
-        o = cached_attention(q, k, v.view(batch, tokens, self.kv_heads, -1), kv, start)
+        attend = cached_attention if boundary.opaque is Opaque.nothing else operators.cached_attention
+        o = attend(q, k, v.view(batch, tokens, self.kv_heads, -1), kv, start)
         return F.linear(o * torch.sigmoid(gate.reshape(o.shape)), self.out_proj, self.out_bias)

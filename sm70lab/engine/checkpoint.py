@@ -55,7 +55,9 @@ class FolderWeights:
 
     def read(self, name: str) -> torch.Tensor:
         if name in self._experts:
-            return torch.stack([torch.cat([self._read_stored(part) for part in parts]) for parts in self._experts[name]])
+            return torch.stack(
+                [torch.cat([self._read_stored(part) for part in parts]) for parts in self._experts[name]]
+            )
         return self._read_stored(name)
 
     def _read_stored(self, name: str) -> torch.Tensor:
@@ -66,9 +68,13 @@ class FolderWeights:
         except (SafetensorError, OSError) as error:
             raise UsageError(f"{file}: cannot read {self._raw_name[name]} ({error})") from error
         if not tensor.is_floating_point():
-            raise UsageError(f"{file}: {self._raw_name[name]} is {tensor.dtype}; only floating-point weights are supported")
+            raise UsageError(
+                f"{file}: {self._raw_name[name]} is {tensor.dtype}; only floating-point weights are supported"
+            )
         if not bool(torch.isfinite(tensor).all()):
-            raise UsageError(f"{file}: {self._raw_name[name]} holds NaN or infinite values; the checkpoint is damaged")
+            raise UsageError(
+                f"{file}: {self._raw_name[name]} holds NaN or infinite values; the checkpoint is damaged"
+            )
         return tensor
 
     def digest(self) -> str:
@@ -127,7 +133,11 @@ def _safetensors_files(folder: Path) -> list[Path]:
         files = sorted(folder.glob("*.safetensors"))
     missing = [f.name for f in files if not f.exists()]
     if missing or not files:
-        raise UsageError(f"{folder}: no safetensors weights there" if not files else f"{folder}: missing {', '.join(missing)}")
+        raise UsageError(
+            f"{folder}: no safetensors weights there"
+            if not files
+            else f"{folder}: missing {', '.join(missing)}"
+        )
     return files
 
 
@@ -165,7 +175,9 @@ def _group_experts(shapes: dict[str, tuple[int, ...]]) -> dict[str, list[list[st
 def _compare(folder: Path, expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> None:
     missing = sorted(expected.keys() - found.keys())
     left_over = sorted(found.keys() - expected.keys())
-    wrong = [f"{n} is {list(found[n])}, not {list(s)}" for n, s in expected.items() if n in found and found[n] != s]
+    wrong = [
+        f"{n} is {list(found[n])}, not {list(s)}" for n, s in expected.items() if n in found and found[n] != s
+    ]
     problems = [
         f"{title} {_some(names)}"
         for title, names in (("missing", missing), ("left over", left_over), ("wrong shape:", wrong))

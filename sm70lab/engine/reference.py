@@ -22,7 +22,11 @@ CLEAR_LOGIT_GAP = 0.05  # beyond rounding in any dtype: then the top-k cut itsel
 
 
 def score(
-    model: HybridModel, prompt_ids: list[int], output_ids: list[int], sampling: Sampling, stop_ids: frozenset[int]
+    model: HybridModel,
+    prompt_ids: list[int],
+    output_ids: list[int],
+    sampling: Sampling,
+    stop_ids: frozenset[int],
 ) -> TokenScores:
     """Score every output token under the reference's truncated distribution. ``output_ids`` not empty."""
     rules = LogitsRules(sampling, prompt_ids, stop_ids)
@@ -38,7 +42,9 @@ def score(
     return TokenScores(**columns)
 
 
-def _logits(model: HybridModel, prompt_ids: list[int], output_ids: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
+def _logits(
+    model: HybridModel, prompt_ids: list[int], output_ids: list[int]
+) -> Iterator[tuple[int, torch.Tensor]]:
     """(index of the first output token, logits [R, V] that predict it and its successors), in order."""
     ids = torch.tensor([prompt_ids + output_ids[:-1]], device=model.device)
     total, skip = ids.shape[1], len(prompt_ids) - 1

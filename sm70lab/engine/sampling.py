@@ -66,7 +66,9 @@ def truncate(logits: torch.Tensor, sampling: Sampling, top_p: bool = True) -> Ca
     return Candidates(ids, probs)
 
 
-def sample(candidates: Candidates, noise: KeyedNoise, stream: Stream, positions: torch.Tensor) -> torch.Tensor:
+def sample(
+    candidates: Candidates, noise: KeyedNoise, stream: Stream, positions: torch.Tensor
+) -> torch.Tensor:
     """Gumbel-max: argmax(log p + g) is a draw from p (Gumbel 1954). positions [R] → tokens [R]."""
     if candidates.ids.shape[-1] == 1:
         return candidates.ids[:, 0]
@@ -83,7 +85,9 @@ class LogitsRules:
         self.prompt_ids = sorted(set(prompt_ids))
         self.counts: Counter[int] = Counter()
         self.penalised = (
-            sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+            sampling.repetition_penalty != 1
+            or sampling.presence_penalty != 0
+            or sampling.frequency_penalty != 0
         )
 
     def observe(self, tokens: list[int]) -> None:
@@ -105,9 +109,13 @@ class LogitsRules:
             counts = self.counts + Counter(pending[:r])
             ids = torch.tensor(sorted(counts), dtype=torch.int64, device=logits.device)
             number = torch.tensor([counts[int(i)] for i in ids], dtype=logits.dtype, device=logits.device)
-            seen = torch.tensor(sorted(set(self.prompt_ids) | set(counts)), dtype=torch.int64, device=logits.device)
+            seen = torch.tensor(
+                sorted(set(self.prompt_ids) | set(counts)), dtype=torch.int64, device=logits.device
+            )
             row = logits[r]
-            row[seen] = torch.where(row[seen] > 0, row[seen] / s.repetition_penalty, row[seen] * s.repetition_penalty)
+            row[seen] = torch.where(
+                row[seen] > 0, row[seen] / s.repetition_penalty, row[seen] * s.repetition_penalty
+            )
             row[ids] -= s.presence_penalty + s.frequency_penalty * number
         if s.banned_ids:
             logits[:, s.banned_ids] = -torch.inf

@@ -11,8 +11,8 @@ returned, ``commit(n)`` keeps n rows. Two schemes hold the same state differentl
 The convolution window needs the same rollback: both schemes keep the raw input rows
 [B, W − 1 + T, C] and read the window at row n.
 
-A layer's state is a list of tensors, and the accepted counts are a tensor, because they pass
-through opaque operators as explicit inputs.
+A layer's state is a list of tensors of constant shapes, and the accepted counts are a tensor:
+both pass through opaque operators as explicit inputs.
 """
 
 from __future__ import annotations
@@ -22,42 +22,45 @@ from typing import Protocol
 import torch
 
 from sm70lab.engine.architecture import Architecture
-from sm70lab.kernels.gated_delta import gated_delta_chunk, gated_delta_recurrent
+from sm70lab.kernels.gated_delta import gated_delta_chunk, gated_delta_recurrent, gated_delta_states
 
 LayerState = list[torch.Tensor]  # [conv rows, *the scheme's tensors]
+Rows = tuple[torch.Tensor, ...]  # q, k, v, g, beta as in ``kernels.gated_delta``
 
 
 class Scheme(Protocol):
     """How one layer's SSM state lives between rounds. B sequences, H heads, state [B, H, K, V]."""
 
-    accepted_after_prefill: int  # what the accepted count reads when the state is whole
+    accepted_when_whole: int  # the accepted count that reads a state put in by ``hold``
 
-    def hold(self, state: torch.Tensor, tokens: int) -> list[torch.Tensor]:
-        """The scheme's tensors for a whole state; ``tokens`` rows a round at most."""
+    def hold(self, state: torch.Tensor, rows: int) -> list[torch.Tensor]:
+        """The scheme's tensors for a whole state, with room for rounds of ``rows`` rows."""
 
     def committed(self, held: list[torch.Tensor], accepted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The state after the committed rows, [B, H, K, V] in ``dtype``."""
 
     def round(
-        self, held: list[torch.Tensor], accepted: torch.Tensor, rows: tuple[torch.Tensor, ...]
+        self, held: list[torch.Tensor], accepted: torch.Tensor, rows: Rows
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Run T rows (q, k, v, g, beta) from the committed state: outputs [B, T, H, V], new tensors."""
+        """Run T rows from the committed state: outputs [B, T, H, V] and the scheme's new tensors."""
 
 
 class Slots:
     """One state slot a row: held = [states [B, T, H, K, V]]."""
 
-    accepted_after_prefill = 1
+    accepted_when_whole = 1
 
-    def hold(self, state: torch.Tensor, tokens: int) -> list[torch.Tensor]:
-        return [state[:, None]]
+    def hold(self, state: torch.Tensor, rows: int) -> list[torch.Tensor]:
+        slots = state.new_zeros(state.shape[0], rows, *state.shape[1:])
+        slots[:, 0] = state
+        return [slots]
 
     def committed(self, held: list[torch.Tensor], accepted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         (slots,) = held
-        return slots[torch.arange(slots.shape[0], device=slots.device), accepted - 1].to(dtype)
+        return torch.stack([slots[b, n - 1] for b, n in enumerate(accepted.tolist())]).to(dtype)
 
     def round(
-        self, held: list[torch.Tensor], accepted: torch.Tensor, rows: tuple[torch.Tensor, ...]
+        self, held: list[torch.Tensor], accepted: torch.Tensor, rows: Rows
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         start = self.committed(held, accepted, rows[0].dtype)
         outputs, states = gated_delta_recurrent(*rows, start)
@@ -67,30 +70,28 @@ class Slots:
 class Replay:
     """A checkpoint and the last round's inputs: held = [state [B, H, K, V], k, v, g, beta]."""
 
-    accepted_after_prefill = 0
+    accepted_when_whole = 0
 
-    def hold(self, state: torch.Tensor, tokens: int) -> list[torch.Tensor]:
+    def hold(self, state: torch.Tensor, rows: int) -> list[torch.Tensor]:
         batch, heads, key, value = state.shape
         wide = torch.promote_types(state.dtype, torch.float32)
         shapes = ((heads, key), (heads, value), (heads,), (heads,))
-        return [state, *(state.new_zeros((batch, tokens, *shape), dtype=wide) for shape in shapes)]
+        return [state, *(state.new_zeros((batch, rows, *shape), dtype=wide) for shape in shapes)]
 
     def committed(self, held: list[torch.Tensor], accepted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        state, k, v, g, beta = held
-        folded = state.to(dtype)
+        state, *inputs = held
+        folded = []
         for b, n in enumerate(accepted.tolist()):
-            if n:
-                rows = (x[b : b + 1, :n] for x in (k, k, v, g, beta))  # outputs are not needed: q = k
-                after = gated_delta_recurrent(*rows, state[b : b + 1].to(dtype))[1][:, -1]
-                folded = after if len(state) == 1 else torch.cat((folded[:b], after, folded[b + 1 :]))
-        return folded
+            checkpoint = state[b : b + 1].to(dtype)
+            rows = [x[b : b + 1, :n] for x in inputs]
+            folded.append(gated_delta_states(*rows, checkpoint)[-1] if n else checkpoint)
+        return torch.cat(folded)
 
     def round(
-        self, held: list[torch.Tensor], accepted: torch.Tensor, rows: tuple[torch.Tensor, ...]
+        self, held: list[torch.Tensor], accepted: torch.Tensor, rows: Rows
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        start = self.committed(held, accepted, rows[0].dtype)
-        checkpoint = start.to(held[0].dtype)
-        outputs, _ = gated_delta_recurrent(*rows, checkpoint.to(start.dtype))
+        checkpoint = self.committed(held, accepted, rows[0].dtype).to(held[0].dtype)
+        outputs, _ = gated_delta_recurrent(*rows, checkpoint.to(rows[0].dtype))
         return outputs, [checkpoint, *rows[1:]]
 
 
@@ -99,30 +100,34 @@ SCHEMES: dict[str, Scheme] = {"slots": Slots(), "replay": Replay()}
 
 def conv_window(conv_rows: torch.Tensor, accepted: torch.Tensor, width: int) -> torch.Tensor:
     """The W − 1 inputs before the next row, [B, W − 1, C], from rows [B, W − 1 + T, C]."""
-    if len(conv_rows) == 1:
-        n = int(accepted[0])
-        return conv_rows[:, n : n + width - 1]
-    columns = accepted[:, None] + torch.arange(width - 1, device=conv_rows.device)
-    return conv_rows[torch.arange(len(conv_rows), device=conv_rows.device)[:, None], columns]
+    return torch.stack([conv_rows[b, n : n + width - 1] for b, n in enumerate(accepted.tolist())])
 
 
 def run_rows(
     scheme: str,
-    layer_state: LayerState,
+    state: LayerState,
     accepted: torch.Tensor,
-    rows: tuple[torch.Tensor, ...],
-    prefill: bool,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Advance one layer's SSM state by T rows; a prefill commits all of them at once.
+    conv_rows: torch.Tensor,
+    rows: Rows,
+    prefill_room: int,
+) -> tuple[torch.Tensor, LayerState]:
+    """Advance one layer by T rows.
 
-    rows: q, k, v, g, beta as in ``kernels.gated_delta``. Returns outputs [B, T, H, V] and the
-    scheme's new tensors (without the convolution's).
+    conv_rows [B, W − 1 + T, C]: the window before, then the T raw inputs. ``prefill_room`` 0 is a
+    verify or decode round; otherwise all T rows are committed at once and the new state gets
+    room for rounds of that many rows. Returns outputs [B, T, H, V] and the layer's new state.
     """
-    kind, held = SCHEMES[scheme], layer_state[1:]
-    if not prefill:
-        return kind.round(held, accepted, rows)
+    kind, (old_conv, *held) = SCHEMES[scheme], state
+    if not prefill_room:
+        outputs, held = kind.round(held, accepted, rows)
+        return outputs, [conv_rows, *held]
     outputs, final = gated_delta_chunk(*rows, kind.committed(held, accepted, rows[0].dtype))
-    return outputs, kind.hold(final.to(held[0].dtype), 0)
+    first = kind.accepted_when_whole
+    tokens = rows[0].shape[1]
+    window = conv_rows[:, tokens:]
+    new_conv = torch.zeros_like(old_conv)
+    new_conv[:, first : first + window.shape[1]] = window
+    return outputs, [new_conv, *kind.hold(final.to(held[0].dtype), prefill_room)]
 
 
 class StateStore:
@@ -139,29 +144,34 @@ class StateStore:
         state_dtype: torch.dtype,
         dtype: torch.dtype,
         device: torch.device,
+        rows: int = 1,
         batch: int = 1,
     ) -> None:
-        self.scheme = scheme
+        self.scheme, self.rows = scheme, rows
         self.kind = SCHEMES[scheme]
         self.width = arch.conv_kernel
         self.compute_dtype = torch.promote_types(dtype, torch.float32)
-        empty = torch.zeros(
-            batch, arch.gdn_value_heads, arch.gdn_key_dim, arch.gdn_value_dim, dtype=state_dtype, device=device
-        )
-        whole = self.kind.accepted_after_prefill
-        rows = torch.zeros(batch, self.width - 1 + whole, arch.gdn_conv_dim, dtype=dtype, device=device)
-        count = arch.layer_types.count("linear_attention")
-        self.layers: list[LayerState] = [[rows.clone(), *self.kind.hold(empty.clone(), 0)] for _ in range(count)]
-        self.accepted = torch.full((batch,), whole, dtype=torch.int64, device=device)
+        shape = (batch, arch.gdn_value_heads, arch.gdn_key_dim, arch.gdn_value_dim)
+        conv_shape = (batch, self.width - 1 + rows, arch.gdn_conv_dim)
+        self.layers: list[LayerState] = [
+            [
+                torch.zeros(conv_shape, dtype=dtype, device=device),
+                *self.kind.hold(torch.zeros(shape, dtype=state_dtype, device=device), rows),
+            ]
+            for _ in range(arch.layer_types.count("linear_attention"))
+        ]
+        self.accepted = torch.full((batch,), self.kind.accepted_when_whole, dtype=torch.int64, device=device)
         self.position = [0] * batch  # committed tokens
         self._open_rows = 0
-        self._open_prefill = False
+        self._prefill = False
 
     def begin(self, rows: int, prefill: bool) -> None:
-        """Open a round of ``rows`` verify rows, or a prefill chunk of as many tokens."""
+        """Open a round of at most ``self.rows`` verify rows, or a prefill chunk of any length."""
         if self._open_rows:
             raise RuntimeError(f"a round of {self._open_rows} rows is still open; commit it first")
-        self._open_rows, self._open_prefill = rows, prefill
+        if not prefill and rows != self.rows:
+            raise ValueError(f"a round of {rows} rows; this store has rounds of {self.rows}")
+        self._open_rows, self._prefill = rows, prefill
 
     def advance(self, layers: list[LayerState]) -> None:
         """Take the states that the model's layers returned for the open round."""
@@ -170,10 +180,10 @@ class StateStore:
     def commit(self, counts: list[int]) -> None:
         """Keep the first n rows of the open round, one n a sequence: 1 ≤ n ≤ rows, all of a prefill."""
         rows = self._open_rows
-        if any(not 1 <= n <= rows or (self._open_prefill and n != rows) for n in counts):
+        if any(not 1 <= n <= rows or (self._prefill and n != rows) for n in counts):
             raise ValueError(f"commit {counts}: each must be 1..{rows}, and all rows of a prefill")
-        if self._open_prefill:
-            self.accepted.fill_(self.kind.accepted_after_prefill)
+        if self._prefill:
+            self.accepted.fill_(self.kind.accepted_when_whole)
         else:
             self.accepted.copy_(torch.tensor(counts))
         self.position = [p + n for p, n in zip(self.position, counts, strict=True)]
@@ -183,8 +193,8 @@ class StateStore:
         """(conv window [B, W − 1, C], SSM state [B, H, K, V]) of each layer at the last commit."""
         return [
             (
-                conv_window(layer[0], self.accepted, self.width),
-                self.kind.committed(layer[1:], self.accepted, self.compute_dtype),
+                conv_window(conv_rows, self.accepted, self.width),
+                self.kind.committed(held, self.accepted, self.compute_dtype),
             )
-            for layer in self.layers
+            for conv_rows, *held in self.layers
         ]

@@ -12,7 +12,9 @@ class Delivery:
     itself; the token that completes it is the last id. Nothing after either is delivered.
     """
 
-    def __init__(self, stream: Stream, stop_ids: frozenset[int], stop_strings: list[str], max_tokens: int) -> None:
+    def __init__(
+        self, stream: Stream, stop_ids: frozenset[int], stop_strings: list[str], max_tokens: int
+    ) -> None:
         self.stream, self.stop_ids, self.stop_strings = stream, stop_ids, stop_strings
         self.max_tokens = max_tokens
         self.token_ids: list[int] = []

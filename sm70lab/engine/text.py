@@ -56,12 +56,16 @@ class TokenizerText:
 
     def chat(self, user: str) -> str:
         if self.template is None:
-            raise UsageError("workload: a prompt with 'user' needs a chat template, and the model's tokenizer has none; use 'text'")
+            raise UsageError(
+                "workload: a prompt with 'user' needs a chat template, and the model's tokenizer has none; use 'text'"
+            )
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         messages = [{"role": "user", "content": user}]
-        rendered: str = environment.from_string(self.template).render(messages=messages, add_generation_prompt=True)
+        rendered: str = environment.from_string(self.template).render(
+            messages=messages, add_generation_prompt=True
+        )
         return rendered
 
     def stream(self) -> Stream:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 
 
-def rotary_table(positions: torch.Tensor, rotary_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [..., rotary_dim] of the angles position·θ^(−2i/d) (Su et al. 2021), float32."""
-    exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=torch.float32) / rotary_dim
-    angles = positions[..., None].float() * (1.0 / theta**exponents)
-    angles = torch.cat((angles, angles), dim=-1)
+def inverse_frequencies(rotary_dim: int, theta: float) -> torch.Tensor:
+    """θ^(−2i/d) for i < d/2, twice over: float32 [rotary_dim] (Su et al. 2021)."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    return (1.0 / theta**exponents).repeat(2)
+
+
+def rotary_table(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [..., rotary_dim] of position·frequency, float32."""
+    angles = positions[..., None].float() * frequencies
     return angles.cos(), angles.sin()
 
 

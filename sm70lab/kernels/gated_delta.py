@@ -46,24 +46,30 @@ def gated_delta_recurrent(
     q, k [B, T, H, K]; v [B, T, H, V]; g, beta [B, T, H]; state [B, H, K, V], not changed.
     Returns o [B, T, H, V] and the state after every token, [B, T, H, K, V].
     """
-    batch, tokens, heads, key = q.shape
-    value = v.shape[-1]
-    s = state.reshape(batch * heads, key, value)
-    rows = batch * heads
-    outputs = v.new_empty(tokens, rows, 1, value)
+    states = gated_delta_states(k, v, g, beta, state)
+    outputs = q.transpose(0, 1).unsqueeze(-2) @ states  # [T, B, H, 1, V]
+    return outputs.squeeze(-2).transpose(0, 1), states.transpose(0, 1)
+
+
+def gated_delta_states(
+    k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> torch.Tensor:
+    """The states alone, time first: [T, B, H, K, V]. Arguments as in ``gated_delta_recurrent``."""
+    batch, tokens, heads, key = k.shape
+    rows, value = batch * heads, v.shape[-1]
     states = state.new_empty(tokens, rows, key, value)
-    decay = g.exp()
-    for t in range(tokens):
-        q_t = q[:, t].reshape(rows, 1, key)
-        k_t = k[:, t].reshape(rows, 1, key)
-        s = s * decay[:, t].reshape(rows, 1, 1)
-        d = beta[:, t].reshape(rows, 1, 1) * (v[:, t].reshape(rows, 1, value) - torch.bmm(k_t, s))
-        s = torch.baddbmm(s, k_t.transpose(1, 2), d, out=states[t])
-        torch.bmm(q_t, s, out=outputs[t])
-    return (
-        outputs.view(tokens, batch, heads, value).transpose(0, 1),
-        states.view(tokens, batch, heads, key, value).transpose(0, 1),
-    )
+    # Time first and one matrix a head, so that a step is four operations on ready views.
+    k_rows = k.transpose(0, 1).reshape(tokens, rows, 1, key)
+    v_rows = v.transpose(0, 1).reshape(tokens, rows, 1, value)
+    decay = g.exp().transpose(0, 1).reshape(tokens, rows, 1, 1)
+    beta_rows = beta.transpose(0, 1).reshape(tokens, rows, 1, 1)
+    s = state.reshape(rows, key, value)
+    steps = (k_rows, k_rows.transpose(2, 3), v_rows, decay, beta_rows, states)
+    for k_t, k_column, v_t, decay_t, beta_t, out in zip(*(x.unbind(0) for x in steps), strict=True):
+        s = s * decay_t
+        d = torch.baddbmm(v_t, k_t, s, alpha=-1).mul_(beta_t)  # β·(v − Sᵀk)
+        s = torch.baddbmm(s, k_column, d, out=out)  # S + k⊗d
+    return states.view(tokens, batch, heads, key, value)
 
 
 def gated_delta_chunk(

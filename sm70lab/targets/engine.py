@@ -39,7 +39,9 @@ class EngineTarget:
         for name in ("banned_ids", "stop_ids"):
             outside = [i for i in getattr(config.sampling, name) if not 0 <= i < arch.vocab_size]
             if outside:
-                raise UsageError(f"sampling.{name}={outside}: token ids of this model are 0..{arch.vocab_size - 1}")
+                raise UsageError(
+                    f"sampling.{name}={outside}: token ids of this model are 0..{arch.vocab_size - 1}"
+                )
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -51,6 +53,23 @@ class EngineTarget:
         if self.config.target.threads:
             torch.set_num_threads(self.config.target.threads)
         self.model = self.source.build(self.config.model.dtype, self.device)
+        self._capacity = (
+            max(len(p.token_ids) + p.max_tokens for p in self.prompts()) + self.config.route.draft_tokens + 1
+        )
+        self._compile_seconds = 0.0
+        if self.config.route.compile:
+            self.model.compile_rounds()
+            started = time.perf_counter()
+            for _ in zip(range(3), self._decoder([0], KeyedNoise(0, 0, 0)).steps(), strict=False):
+                pass  # the first rounds compile; outside the timed region
+            self._compile_seconds = time.perf_counter() - started
+
+    def _decoder(self, prompt_ids: list[int], noise: KeyedNoise) -> Decoder:
+        """One capacity for all prompts: a compiled round is made for its shapes."""
+        config = self.config
+        return Decoder(
+            self.model, config.route, config.sampling, prompt_ids, self._capacity, noise, self.stop_ids
+        )
 
     def describe(self) -> dict[str, str | int | float]:
         """Facts for the record; parameters and bytes count the tensors in memory."""
@@ -62,6 +81,7 @@ class EngineTarget:
             "dtype": self.config.model.dtype.value,
             "device": str(self.device),
             "threads": torch.get_num_threads(),
+            "compile_seconds": self._compile_seconds,
             "trained_positions": self.source.arch.max_position_embeddings,
         }
 
@@ -89,14 +109,16 @@ class EngineTarget:
         config = self.config
         noise = KeyedNoise(config.seed, prompt.index, repeat)
         ids = list(prompt.token_ids)
-        delivery = Delivery(self.source.text.stream(), self.stop_ids, config.sampling.stop_strings, prompt.max_tokens)
+        delivery = Delivery(
+            self.source.text.stream(), self.stop_ids, config.sampling.stop_strings, prompt.max_tokens
+        )
         rounds: list[Round] = []
         accepted = 0
         note = ""
         started = now = shown = time.perf_counter()
         prefill_seconds = 0.0
         try:
-            decoder = Decoder(self.model, config.route, config.sampling, ids, prompt.max_tokens, noise, self.stop_ids)
+            decoder = self._decoder(ids, noise)
             for number, step in enumerate(decoder.steps()):
                 position = len(delivery.token_ids)
                 emitted = delivery.push(step.tokens)
@@ -106,14 +128,18 @@ class EngineTarget:
                 else:
                     passed = min(len(step.tokens) - 1, emitted)
                     whole = emitted == len(step.tokens)
-                    rounds.append(Round(position, step.drafted if whole else passed, passed, emitted, now - before))
+                    rounds.append(
+                        Round(position, step.drafted if whole else passed, passed, emitted, now - before)
+                    )
                     accepted += passed
                 if delivery.finish_reason:
                     break
                 if now - shown > PROGRESS_SECONDS:
                     shown = now
                     decoded = now - started - prefill_seconds
-                    on_progress(Progress(prompt, repeat, len(delivery.token_ids), len(rounds), accepted, decoded))
+                    on_progress(
+                        Progress(prompt, repeat, len(delivery.token_ids), len(rounds), accepted, decoded)
+                    )
         except KeyboardInterrupt:
             delivery.finish_reason = "interrupted"
         except NonFiniteError as error:
@@ -156,7 +182,9 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"target.device={name}: torch {torch.__version__} sees no CUDA device here; use target.device=cpu")
+        raise UsageError(
+            f"target.device={name}: torch {torch.__version__} sees no CUDA device here; use target.device=cpu"
+        )
     try:
         return torch.device(name)
     except RuntimeError as error:

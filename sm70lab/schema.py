@@ -216,7 +216,7 @@ class Round:
     """One verify round of one generation, as delivered (nothing after an end token counts)."""
 
     position: int  # output tokens delivered before this round
-    drafted: int  # draft tokens put to the test
+    drafted: int  # draft tokens put to the test; in a cut round only those delivered
     accepted: int  # of these, accepted and delivered
     emitted: int  # tokens delivered: accepted + 1, or fewer where end or budget cut the round
     seconds: float  # wall time of the round
@@ -231,7 +231,7 @@ class Generation:
     seed: int
     token_ids: list[int]
     text: str
-    finish_reason: str  # stop, length, interrupted
+    finish_reason: str  # stop, length, interrupted, non_finite (NaN logits; ``note`` says where)
     rounds: list[Round]
     prefill_seconds: float
     decode_seconds: float
@@ -259,7 +259,7 @@ class TokenScores:
     rank: np.ndarray  # 0 is the reference's most likely token
     in_support: np.ndarray  # bool
     cut_gap: np.ndarray  # how far outside: 0 inside; else logit gap (top-k, min-p) or mass (top-p)
-    cut_rule: np.ndarray  # "" inside, else "top_k", "top_p", "min_p", "banned": the cut violated
+    cut_rule: np.ndarray  # "" inside, else "top_k" (greedy: top-1), "top_p", "min_p", "banned"
     argmax: np.ndarray  # the reference's most likely token id
     top2_margin: np.ndarray  # logit gap between the reference's two most likely tokens
     cdf_low: np.ndarray

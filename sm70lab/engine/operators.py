@@ -7,6 +7,7 @@ Each is registered with ``torch.library`` and runs the same plain function as th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -98,89 +99,50 @@ def _owned(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-def _gdn_core(
-    mixed_qkv, b, a, conv_weight, neg_decay_rate, dt_bias, state, accepted, scheme, prefill_room, shape, eps
-):  # type: ignore[no-untyped-def]
-    out = gdn.core(
-        mixed_qkv,
-        b,
-        a,
-        conv_weight,
-        neg_decay_rate,
-        dt_bias,
-        state,
-        accepted,
-        scheme,
-        prefill_room,
-        GDNShape(*shape, eps),
-    )
-    return _owned(out)
+# The dispatcher passes every argument by position, in the order of the schema above.
 
 
-def _gdn_layer(
-    x,
-    in_proj,
-    conv_weight,
-    neg_decay_rate,
-    dt_bias,
-    norm_weight,
-    out_proj,
-    state,
-    accepted,
-    scheme,
-    prefill_room,
-    shape,
-    eps,
-):  # type: ignore[no-untyped-def]
-    sizes = GDNShape(*shape, eps)
-    mixed_qkv, z, b, a = gdn.input_projection(x, in_proj, sizes)
-    o, *new_state = gdn.core(
-        mixed_qkv, b, a, conv_weight, neg_decay_rate, dt_bias, state, accepted, scheme, prefill_room, sizes
-    )
+def _gdn_core(*inputs: Any) -> LayerState:
+    *stage_inputs, shape, eps = inputs
+    return _owned(gdn.core(*stage_inputs, GDNShape(*shape, eps)))
+
+
+def _gdn_layer(x: torch.Tensor, in_proj: torch.Tensor, *inputs: Any) -> LayerState:
+    conv_weight, neg_decay_rate, dt_bias, norm_weight, out_proj, *state, shape_list, eps = inputs
+    shape = GDNShape(*shape_list, eps)
+    mixed_qkv, z, b, a = gdn.input_projection(x, in_proj, shape)
+    o, *new_state = gdn.core(mixed_qkv, b, a, conv_weight, neg_decay_rate, dt_bias, *state, shape)
     return _owned([gdn.output_projection(o, z, norm_weight, out_proj, eps), *new_state])
 
 
-def _cached_attention(q, k, v, keys, values, start):  # type: ignore[no-untyped-def]
+def _cached_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor
+) -> torch.Tensor:
     return kv_cache.cached_attention(q, k, v, (keys, values), start)
 
 
-# New states have the shapes of the old ones: rounds keep their row count, prefills leave room for it.
+# What the compiler must know of the results. New states have the shapes of the old ones: rounds
+# keep their row count, and prefills leave room for it.
 
 
-def _fake_gdn_core(
-    mixed_qkv, b, a, conv_weight, neg_decay_rate, dt_bias, state, accepted, scheme, prefill_room, shape, eps
-):  # type: ignore[no-untyped-def]
-    batch, tokens, _ = mixed_qkv.shape
-    o = mixed_qkv.new_empty(batch, tokens, shape[1], shape[3], dtype=neg_decay_rate.dtype)
+def _shape_of_gdn_core(mixed_qkv: torch.Tensor, *inputs: Any) -> LayerState:
+    _, a, _, neg_decay_rate, _, state, *_, (_, value_heads, _, value_dim), _ = inputs
+    o = mixed_qkv.new_empty(*a.shape[:2], value_heads, value_dim, dtype=neg_decay_rate.dtype)
     return [o, *(torch.empty_like(t) for t in state)]
 
 
-def _fake_gdn_layer(
-    x,
-    in_proj,
-    conv_weight,
-    neg_decay_rate,
-    dt_bias,
-    norm_weight,
-    out_proj,
-    state,
-    accepted,
-    scheme,
-    prefill_room,
-    shape,
-    eps,
-):  # type: ignore[no-untyped-def]
-    return [torch.empty_like(x), *(torch.empty_like(t) for t in state)]
+def _shape_of_gdn_layer(x: torch.Tensor, *inputs: Any) -> LayerState:
+    return [torch.empty_like(x), *(torch.empty_like(t) for t in inputs[6])]
 
 
-def _fake_cached_attention(q, k, v, keys, values, start):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
+def _shape_of_attention(q: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return q.new_empty(*q.shape[:2], q.shape[2] * q.shape[3])
 
 
-for _name, _run, _fake in (
-    ("gdn_core", _gdn_core, _fake_gdn_core),
-    ("gdn_layer", _gdn_layer, _fake_gdn_layer),
-    ("cached_attention", _cached_attention, _fake_cached_attention),
+for _name, _run, _shape in (
+    ("gdn_core", _gdn_core, _shape_of_gdn_core),
+    ("gdn_layer", _gdn_layer, _shape_of_gdn_layer),
+    ("cached_attention", _cached_attention, _shape_of_attention),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"sm70lab::{_name}", _fake, lib=_library)
+    torch.library.register_fake(f"sm70lab::{_name}", _shape, lib=_library)

@@ -1,0 +1,1 @@
+"""Pure functions from records to a verdict: text shape, acceptance, losslessness audit."""

@@ -1,0 +1,143 @@
+"""Runs and repeats in a text, each with the repeated unit and where it starts.
+
+Everything is exact (no hashing, so no collisions). Runs are linear in the length of the text,
+window counts take a fixed number of sorts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+WHITESPACE = (
+    "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680"
+    "\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
+)  # the characters of str.isspace()
+_WHITESPACE_CODES = np.array([ord(c) for c in WHITESPACE], dtype=np.int64)
+_BLANK = ord(" ")
+_DIGITS = re.compile(r"\d+")
+_UNIT_CHARS = 120  # a record keeps no more of a repeated line or digit run than this
+_CODE_BITS = 21  # a Unicode code point; three of them fit into an int64
+
+
+@dataclass(frozen=True)
+class Found:
+    """A measured run or repeat.
+
+    ``value`` is its length or count, ``unit`` what is repeated (at most 120 characters of
+    it), ``position`` where it starts: a character of the original text, or a token index for runs
+    of tokens; −1 if nothing was found.
+    """
+
+    value: int = 0
+    unit: str = ""
+    position: int = -1
+
+
+def code_points(text: str) -> NDArray[np.int64]:
+    """The text's code points, one entry a character. Lone surrogates are kept."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4").astype(np.int64)
+
+
+def longest_run(values: NDArray[np.int64]) -> tuple[int, int]:
+    """Length and start of the longest run of equal entries, the first of several; (0, −1) if empty."""
+    if values.size == 0:
+        return 0, -1
+    starts = np.concatenate(([0], np.flatnonzero(values[1:] != values[:-1]) + 1))
+    lengths = np.diff(np.append(starts, values.size))
+    best = int(np.argmax(lengths))
+    return int(lengths[best]), int(starts[best])
+
+
+def token_run(token_ids: Sequence[int]) -> Found:
+    """Longest run of one token id; ``position`` is a token index."""
+    length, start = longest_run(np.asarray(token_ids, dtype=np.int64))
+    return Found(length, f"token {token_ids[start]}", start) if length else Found()
+
+
+def char_run(text: str) -> Found:
+    """Longest run of one character, blanks and newlines too."""
+    length, start = longest_run(code_points(text))
+    return Found(length, text[start], start) if length else Found()
+
+
+def digit_run(text: str) -> Found:
+    """Longest run of decimal digits (of any script, as ``\\d`` has it)."""
+    best = Found()
+    for match in _DIGITS.finditer(text):
+        if match.end() - match.start() > best.value:
+            best = Found(match.end() - match.start(), match.group()[:_UNIT_CHARS], match.start())
+    return best
+
+
+def line_run(text: str) -> Found:
+    """Longest run of equal stripped lines. Empty lines are left out, so they do not end a run."""
+    best = Found()
+    line, count, start, offset = "", 0, 0, 0
+    for raw in text.splitlines(keepends=True):
+        stripped = raw.strip()
+        if stripped:
+            if stripped != line:
+                line, count, start = stripped, 0, offset + raw.index(stripped)
+            count += 1
+            if count > best.value:
+                best = Found(count, line[:_UNIT_CHARS], start)
+        offset += len(raw)
+    return best
+
+
+def _fold(codes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Whitespace runs as one blank: the folded code points, and each one's original position."""
+    space = np.isin(codes, _WHITESPACE_CODES)
+    keep = ~space
+    keep[:1] = True
+    keep[1:] |= ~space[:-1]
+    return np.where(space, _BLANK, codes)[keep], np.flatnonzero(keep)
+
+
+def _window_ids(codes: NDArray[np.int64], sizes: Sequence[int]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """For each size (rising, at least 3): an id a sliding window, equal exactly for equal windows.
+
+    Prefix doubling (Karp, Miller and Rosenberg 1972): a window is the pair of two shorter,
+    overlapping windows whose ids are known, and the pairs are numbered anew by sorting.
+    """
+    length = 3
+    keys = (codes[:-2] << 2 * _CODE_BITS) | (codes[1:-1] << _CODE_BITS) | codes[2:]
+    ids = np.unique(keys, return_inverse=True)[1]
+    for size in sizes:
+        if size > codes.size:
+            return
+        while length < size:
+            step = min(length, size - length)
+            keys = ids[:-step] * np.int64(ids.size) + ids[step:]
+            ids = np.unique(keys, return_inverse=True)[1]
+            length += step
+        yield size, ids
+
+
+def window_repeats(text: str, sizes: Sequence[int]) -> dict[int, Found]:
+    """Count of the most frequent sliding window of each size (rising, each at least 3).
+
+    Whitespace is folded to one blank first. Windows of one character only and windows that are
+    half blank are skipped. ``unit`` is the folded window, ``position`` its first occurrence in the
+    original text. A text shorter than the window gives ``Found()``.
+    """
+    found = dict.fromkeys(sizes, Found())
+    codes, origin = _fold(code_points(text))
+    if codes.size < 3:
+        return found
+    blanks = np.concatenate(([0], np.cumsum(codes == _BLANK)))
+    changes = np.concatenate(([0], np.cumsum(codes[1:] != codes[:-1])))
+    for size, ids in _window_ids(codes, sizes):
+        half_blank = 2 * (blanks[size:] - blanks[:-size]) >= size
+        one_character = changes[size - 1 :] == changes[: changes.size - size + 1]
+        counts = np.where(half_blank | one_character, 0, np.bincount(ids)[ids])
+        start = int(np.argmax(counts))
+        if counts[start]:
+            unit = "".join(map(chr, codes[start : start + size]))
+            found[size] = Found(int(counts[start]), unit, int(origin[start]))
+    return found

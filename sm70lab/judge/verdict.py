@@ -1,0 +1,107 @@
+"""From evidence to one of the four verdicts.
+
+| audit | text (shape or acceptance bad) | run | verdict |
+|---|---|---|---|
+| any | any | logits not finite | route_fault |
+| bad | any | any | route_fault |
+| ok, every token | bad | any | model_degenerate |
+| none, or unknown | bad | any | inconclusive: an audit is needed |
+| unknown (too few tokens, or not all) | ok | any | inconclusive: how many more |
+| any | too short to say | any | inconclusive: how many more |
+| ok or none | ok | interrupted | inconclusive: let it finish |
+| ok | ok | finished | pass |
+| none | ok | finished | pass, on text alone: the reason says so and ``audited`` is 0 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sm70lab.judge import acceptance, audit, text_shape
+from sm70lab.judge.audit import Tolerance
+from sm70lab.schema import Evidence, Gate, Generation, Status, TokenScores, Verdict, VerdictKind
+
+
+@dataclass(frozen=True)
+class RouteFacts:
+    """What the judge must know of the run besides its records."""
+
+    draft_tokens: int  # 0: the no-draft run
+    temperature: float  # 0: greedy
+    tolerance: Tolerance  # of the audit: ``audit.tolerance_for(dtype)``
+
+
+def judge(
+    generations: Sequence[Generation],
+    scores: Sequence[TokenScores | None] | None,
+    gate: Gate,
+    facts: RouteFacts,
+) -> Verdict:
+    """Judge a run: one verdict over all its generations.
+
+    ``scores`` lie parallel to the generations; None (or nothing but None) where no reference can
+    score. Evidence comes from weak to strong: shape, acceptance, audit. The acceptance evidence
+    carries ``speed_valid`` (1 or 0): no speed counts unless the verdict is ``pass`` and the rounds add
+    up. The audit evidence carries ``audited`` (1 or 0). Raises ``UsageError`` for an unknown contract,
+    ``ValueError`` for scores that do not fit their generation.
+    """
+    shape = text_shape.evidence(generations, gate)
+    accept = acceptance.evidence(generations, gate, facts.draft_tokens)
+    scored = scores is not None and any(s is not None for s in scores)
+    if scores is not None and scored:
+        checked = audit.evidence(
+            generations, scores, gate, greedy=facts.temperature == 0, tolerance=facts.tolerance
+        )
+    else:
+        checked = Evidence("audit", Status.unknown, "no reference scored this run")
+    checked.metrics["audited"] = float(scored)
+    kind, reason = _decide(generations, shape, accept, checked, scored)
+    return Verdict(kind, reason, [shape, _mark_speed(accept, kind), checked])
+
+
+def _decide(
+    generations: Sequence[Generation], shape: Evidence, accept: Evidence, checked: Evidence, scored: bool
+) -> tuple[VerdictKind, str]:
+    broken = next((g for g in generations if g.finish_reason == "non_finite"), None)
+    if broken is not None:
+        return VerdictKind.route_fault, f"{broken.key}: {broken.note}"
+    if not any(g.token_ids for g in generations):
+        return VerdictKind.inconclusive, "nothing was generated"
+    if checked.status is Status.bad:
+        return VerdictKind.route_fault, checked.line
+    text = next((e for e in (shape, accept) if e.status is Status.bad), None)
+    if text is not None:
+        if checked.status is Status.ok:
+            tokens = int(checked.metrics["tokens"])
+            return (
+                VerdictKind.model_degenerate,
+                f"the text fails, and the reference agrees with all {tokens:,} tokens: {text.line}",
+            )
+        need = f"the audit needs more ({checked.line})" if scored else "an audit must say whose fault it is"
+        return VerdictKind.inconclusive, f"the text fails, and {need}: {text.line}"
+    if scored and checked.status is Status.unknown:
+        return VerdictKind.inconclusive, checked.line
+    if shape.status is Status.unknown:
+        return VerdictKind.inconclusive, shape.line
+    interrupted = sum(g.finish_reason == "interrupted" for g in generations)
+    if interrupted:
+        return (
+            VerdictKind.inconclusive,
+            f"interrupted: {interrupted} of {len(generations)} outputs did not finish; no fault so far",
+        )
+    if not scored:
+        return VerdictKind.passed, "text and acceptance are sound; losslessness was not audited"
+    return VerdictKind.passed, "the text is sound, and every token is one the reference could have drawn"
+
+
+def _mark_speed(accept: Evidence, kind: VerdictKind) -> Evidence:
+    valid = kind is VerdictKind.passed and not accept.details["accounting"]
+    speed = ""
+    if "tokens_per_second" in accept.metrics:
+        speed = f"; {accept.metrics['tokens_per_second']:.1f} tok/s"
+        if "rounds_per_second" in accept.metrics:
+            speed += f" at {accept.metrics['rounds_per_second']:.1f} rounds/s"
+        speed += "" if valid else ", not valid as a speed"
+    metrics = accept.metrics | {"speed_valid": float(valid)}
+    return replace(accept, line=accept.line + speed, metrics=metrics)

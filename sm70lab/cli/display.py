@@ -1,0 +1,207 @@
+"""What a person, a pipe or a program sees of a run."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from sm70lab.experiment import Outcome
+from sm70lab.schema import Display as DisplayMode
+from sm70lab.schema import Generation, Prompt
+from sm70lab.targets.base import Progress
+from sm70lab.tracking import result as results
+from sm70lab.tracking.run_folder import RunFolder
+
+PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
+VERDICT_STYLE = {
+    "pass": "bold white on green",
+    "route_fault": "bold white on red",
+    "model_degenerate": "bold black on yellow",
+    "inconclusive": "bold white on blue",
+}
+STATUS_STYLE = {"ok": "green", "bad": "red", "warn": "yellow", "unknown": "blue"}
+
+
+class Silent:
+    """Shows nothing while running and nothing at the end: the base, and JSON mode itself.
+
+    The one JSON object is printed by the command, since a sweep has many jobs and one object.
+    """
+
+    def __init__(self) -> None:
+        self.err = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.out = Console(highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the terminal as it was."""
+
+    def stage(self, line: str) -> None:
+        """See ``experiment.Observer``."""
+
+    def plan(self, prompts: list[Prompt], repeats: int) -> None:
+        """See ``experiment.Observer``."""
+
+    def progress(self, progress: Progress) -> None:
+        """See ``experiment.Observer``."""
+
+    def generated(self, generation: Generation) -> None:
+        """See ``experiment.Observer``."""
+
+    def note(self, line: str) -> None:
+        """One line on the error stream, whatever the mode."""
+        self.err.print(f"sm70lab: {line}", markup=False)
+
+    def verdict(self, outcome: Outcome) -> None:
+        """Show the end."""
+
+
+class Quiet(Silent):
+    """One line at the end."""
+
+    def verdict(self, outcome: Outcome) -> None:
+        """Verdict, route, seed, speed, folder."""
+        result = outcome.result
+        self.out.print(
+            f"{result['verdict']['kind']}  {result['route']} s{result['seed']}  "
+            f"{results.speed_line(result)}  {RunFolder(outcome.folder)}",
+            markup=False,
+        )
+
+
+class Plain(Silent):
+    """No terminal: a line now and then, no control characters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started = time.monotonic()
+        self.shown = self.started
+        self.budget = 0  # tokens the whole run may deliver
+        self.delivered = 0  # tokens of ended generations
+        self.freed = 0  # budget that ended generations left unused
+
+    def stage(self, line: str) -> None:
+        self.err.print(f"{line} …", markup=False)
+
+    def plan(self, prompts: list[Prompt], repeats: int) -> None:
+        self.budget = repeats * sum(prompt.max_tokens for prompt in prompts)
+        self.started = self.shown = time.monotonic()
+
+    def progress(self, progress: Progress) -> None:
+        if time.monotonic() - self.shown >= PLAIN_SECONDS:
+            self.shown = time.monotonic()
+            self.err.print(self.line(progress), markup=False)
+
+    def generated(self, generation: Generation) -> None:
+        self.delivered += len(generation.token_ids)
+        self.freed += generation.prompt.max_tokens - len(generation.token_ids)
+        speed = len(generation.token_ids) / generation.decode_seconds if generation.decode_seconds > 0 else 0
+        ended = f"{len(generation.token_ids)} tokens, {generation.finish_reason}, {speed:.1f} tok/s"
+        self.err.print(f"{generation.key}: {ended}", markup=False)
+
+    def line(self, p: Progress) -> str:
+        """Prompt, tokens, tok/s, acceptance, elapsed, time left at most."""
+        elapsed = time.monotonic() - self.started
+        done = self.delivered + p.tokens
+        left = elapsed / done * (self.budget - self.freed - done) if done else 0.0
+        speed = p.tokens / p.decode_seconds if p.decode_seconds > 0 else 0.0
+        rate = f"{1 + p.accepted / p.rounds:.2f} tokens a round" if p.rounds else "prefill"
+        return (
+            f"{p.prompt.name}-r{p.repeat}  {p.tokens}/{p.prompt.max_tokens} tokens  {speed:.1f} tok/s  {rate}"
+            f"  {_clock(elapsed)} elapsed, at most {_clock(left)} left"
+        )
+
+    def verdict(self, outcome: Outcome) -> None:
+        self.out.print(f"verdict: {outcome.result['verdict']['kind']}", markup=False)
+        for name, line, _ in panel_lines(outcome):
+            self.out.print(f"{name}: {line}", markup=False)
+
+
+class Rich(Plain):
+    """A terminal: one live line, then a panel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # refreshed by hand: a drawing thread would take time from the decoder being timed
+        self.live = Live(console=self.err, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> Rich:
+        self.live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.live.stop()
+
+    def stage(self, line: str) -> None:
+        self.live.update(Text(f"{line} …", style="dim"), refresh=True)
+
+    def progress(self, progress: Progress) -> None:
+        self.live.update(Text(self.line(progress), no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def verdict(self, outcome: Outcome) -> None:
+        self.live.stop()
+        result = outcome.result
+        kind = result["verdict"]["kind"]
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="bold", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, line, style in panel_lines(outcome):
+            grid.add_row(name, Text(line, style=style))
+        title = Text.assemble((f"  {kind.upper().replace('_', ' ')}  ", VERDICT_STYLE[kind]))
+        about = f"{result['experiment']}  {result['route']}  seed {result['seed']}"
+        self.out.soft_wrap = False
+        self.out.print(Panel(grid, title=title, subtitle=about, title_align="left", subtitle_align="right"))
+
+
+def make_display(mode: DisplayMode) -> Silent:
+    """The display for a mode and for what the error stream is connected to."""
+    if mode == DisplayMode.json:
+        return Silent()
+    if mode == DisplayMode.quiet:
+        return Quiet()
+    console = Console(stderr=True)
+    return Rich() if console.is_terminal and Console().is_terminal else Plain()
+
+
+def panel_lines(outcome: Outcome) -> list[tuple[str, str, str]]:
+    """(name, line, style) of everything the panel says under the verdict."""
+    result, folder = outcome.result, RunFolder(outcome.folder)
+    lines = [("reason", result["verdict"]["reason"], "")]
+    lines += [(kind, line, STATUS_STYLE[status]) for kind, status, line in results.evidence_lines(result)]
+    lines.append(("speed", results.speed_line(result), "" if result["speed"]["valid"] else "dim"))
+    if (line := results.reproduces_line(result)) is not None:
+        lines.append(("reproduces", line, "green" if result["reproduces"]["equal"] else "bold white on red"))
+    if outcome.skipped:
+        when = result["finished"][:16].replace("T", " ")
+        lines.append(("skipped", f"finished {when} UTC; run it again with force=true", "yellow"))
+    lines.append(("record", str(folder), ""))
+    if outcome.pending is not None:
+        lines.append(("mlflow", f"pending: {outcome.pending}; send it with: sm70lab sync", "yellow"))
+    lines.append(("look", "sm70lab ui", "dim"))
+    return lines
+
+
+def print_sweep(outcomes: list[dict[str, Any]]) -> None:
+    """One line a job, after a sweep."""
+    console = Console(highlight=False, soft_wrap=True)
+    for outcome in outcomes:
+        what = " ".join(o for o in outcome.get("overrides", []) if not o.startswith("display="))
+        if "result" in outcome:
+            result = outcome["result"]
+            line = f"{result['verdict']['kind']:<16}  {what}  {results.speed_line(result)}"
+        else:
+            line = f"{'not run':<16}  {what}  {outcome['error']}"
+        console.print(line, markup=False)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

@@ -1,0 +1,152 @@
+"""``sm70lab [run]``: one experiment, or with ``-m`` a sweep."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from sm70lab.cli import one_line
+from sm70lab.cli.options import parse
+from sm70lab.cli.overrides import check_overrides, expand_model_path
+from sm70lab.config import VERSION_BASE, conf_dir, explain, register_schema, to_config, without_password
+from sm70lab.errors import UsageError
+from sm70lab.schema import EXIT_USAGE, Display
+
+OUTCOME = "outcome.json"  # a job's word to the process that started the sweep, whichever launcher ran it
+SEVERITY = (0, 3, 1, 2)  # exit codes from good to bad: a sweep returns the worst
+
+
+def main(arguments: list[str]) -> int:
+    """Run, and return the exit code; in a sweep the worst job's."""
+    options = parse(arguments)
+    overrides = expand_model_path(options.overrides, options.multirun)
+    folders = [conf_dir(), *([options.config_dir] if options.config_dir else [])]
+    check_overrides(overrides, folders, options.multirun)
+    if options.shows_something:
+        _hydra([*options.flags, *overrides])
+        return 0
+    with tempfile.TemporaryDirectory(prefix="sm70lab-") as scratch:
+        _hydra([*options.flags, *overrides, *_keep_folders_in(scratch, overrides)])
+        outcomes = _outcomes(Path(_sweep_dir(overrides) or scratch))
+    return _finish(outcomes, options.multirun)
+
+
+def job(node: DictConfig) -> float:
+    """One experiment inside Hydra. Never raises but on Ctrl-C, since that would end a sweep.
+
+    Returns tok/s of a passing run, else 0: what an optimising sweeper maximises.
+    """
+    outcome = {"display": node.display.name, **_run(node)}
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    (folder / OUTCOME).write_text(json.dumps(outcome), encoding="utf-8")
+    speed = (outcome.get("result") or {}).get("speed") or {}
+    return float(speed["tokens_per_second"] or 0) if speed.get("valid") else 0.0
+
+
+def _run(node: DictConfig) -> dict[str, Any]:
+    given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    assert isinstance(given, list)
+    overrides = [without_password(str(override)) for override in given]
+    try:
+        config = to_config(node)
+        from sm70lab.cli.display import make_display
+        from sm70lab.experiment import run_experiment
+
+        with make_display(config.display) as display:
+            outcome = run_experiment(config, display)
+            display.verdict(outcome)
+    except UsageError as error:
+        print(f"sm70lab: {one_line(error)}", file=sys.stderr)
+        return {"overrides": overrides, "exit_code": EXIT_USAGE, "error": one_line(error)}
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        print(f"sm70lab: this is a fault of sm70lab itself: {one_line(error)}", file=sys.stderr)
+        what = f"{type(error).__name__}: {one_line(error)}"
+        return {"overrides": overrides, "exit_code": EXIT_USAGE, "error": what}
+    return {
+        "overrides": overrides,
+        "exit_code": outcome.exit_code,
+        "folder": str(outcome.folder),
+        "skipped": outcome.skipped,
+        "mlflow_pending": outcome.pending,
+        "result": outcome.result,
+    }
+
+
+def _finish(outcomes: list[dict[str, Any]], multirun: bool) -> int:
+    code = max((o["exit_code"] for o in outcomes), key=SEVERITY.index, default=EXIT_USAGE)
+    if any(o.pop("display") == Display.json.name for o in outcomes):
+        print(json.dumps({"exit_code": code, "runs": outcomes} if multirun else outcomes[0]))
+    elif multirun:
+        from sm70lab.cli.display import print_sweep
+
+        print_sweep(outcomes)
+    return code
+
+
+def _outcomes(root: Path) -> list[dict[str, Any]]:
+    """What the jobs left behind, in order; one that left nothing crashed without a word."""
+    if (root / OUTCOME).exists():
+        return [json.loads((root / OUTCOME).read_text(encoding="utf-8"))]
+    jobs = sorted((path for path in root.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+    crashed = {"exit_code": EXIT_USAGE, "error": "the job's process died", "display": "rich"}
+    return [
+        json.loads((path / OUTCOME).read_text(encoding="utf-8"))
+        if (path / OUTCOME).exists()
+        else dict(crashed)
+        for path in jobs
+    ]
+
+
+def _keep_folders_in(scratch: str, overrides: Sequence[str]) -> list[str]:
+    """Hydra insists on folders of its own: they go where nobody sees them."""
+    places = [f"hydra.run.dir='{scratch}'"]
+    if _sweep_dir(overrides) is None:
+        places.append(f"hydra.sweep.dir='{scratch}'")
+    return places
+
+
+def _sweep_dir(overrides: Sequence[str]) -> str | None:
+    """A sweep folder of the user's, which a launcher on other machines needs."""
+    found = [o.partition("=")[2] for o in overrides if o.startswith("hydra.sweep.dir=")]
+    return found[-1].strip("'\"") if found else None
+
+
+def _hydra(arguments: Sequence[str]) -> None:
+    """Let Hydra compose and run ``job``; its complaints become one line."""
+    register_schema()
+    with _argv(arguments):
+        try:
+            hydra.main(config_path=str(conf_dir()), config_name="config", version_base=VERSION_BASE)(job)()
+        except SystemExit as stop:  # Hydra's own end after --help, or after an argument error it printed
+            if stop.code:
+                raise UsageError("Hydra could not use these arguments") from stop
+        except Exception as error:  # composition, parsing, plugins: the user's input in many types
+            raise explain(error) from error
+
+
+@contextlib.contextmanager
+def _argv(arguments: Sequence[str]) -> Iterator[None]:
+    """Hydra reads ``sys.argv``, and hides its errors from its caller unless this variable is set."""
+    argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [argv[0], *arguments]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        if full is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full

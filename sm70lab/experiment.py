@@ -1,0 +1,289 @@
+"""One experiment from configuration to verdict: the only file that knows all the rooms below."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from sm70lab.config import without_password
+from sm70lab.errors import UsageError
+from sm70lab.schema import ExperimentConfig, Generation, Prompt, TokenScores, Verdict
+from sm70lab.targets.base import Progress, Target
+from sm70lab.tracking import result as results
+from sm70lab.tracking.fingerprint import fingerprint, model_hash
+from sm70lab.tracking.run_folder import (
+    FIGURES,
+    RunFolder,
+    dead_runs,
+    finished_run,
+    same_runs,
+)
+
+TARGETS = {"engine": ("sm70lab.targets.engine", "EngineTarget")}
+
+
+class Observer(Protocol):
+    """Whoever watches a run: a terminal, a test."""
+
+    def stage(self, line: str) -> None:
+        """What happens now."""
+
+    def plan(self, prompts: list[Prompt], repeats: int) -> None:
+        """What will be generated."""
+
+    def progress(self, progress: Progress) -> None:
+        """How far the current generation is."""
+
+    def generated(self, generation: Generation) -> None:
+        """One generation ended."""
+
+    def note(self, line: str) -> None:
+        """Something worth a line that is not an error."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One experiment's end."""
+
+    result: dict[str, Any]  # the content of result.json
+    folder: Path
+    exit_code: int
+    skipped: bool = False  # this fingerprint was finished before; the record is the earlier one
+    pending: str | None = None  # why MLflow has yet to get the record
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM, after the record is safe."""
+
+    def __init__(self, what: str, exit_code: int) -> None:
+        super().__init__(what)
+        self.exit_code = exit_code
+
+
+class StopSignals:
+    """While active, SIGTERM ends a run as Ctrl-C does, and which of them came is known.
+
+    A second signal gets the system's own treatment: the process ends at once, and the next run
+    closes the folder. Signals that the parent ignores stay ignored.
+    """
+
+    def __init__(self) -> None:
+        self.signal = signal.SIGINT
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def what(self) -> str:
+        return "Ctrl-C" if self.signal == signal.SIGINT else self.signal.name
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.signal
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():  # Python takes handlers nowhere else
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._stop)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: object) -> None:
+        self.signal = signal.Signals(number)
+        for each in self._before:
+            signal.signal(each, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+
+@dataclass
+class _Run:
+    """A run in the making."""
+
+    config: ExperimentConfig
+    fingerprint: str
+    folder: RunFolder
+    observer: Observer
+    started: datetime = field(default_factory=lambda: datetime.now(UTC))
+    loaded: dict[str, str | int | float] = field(default_factory=dict)
+    generations: list[Generation] = field(default_factory=list)
+    scores: dict[str, TokenScores] = field(default_factory=dict)
+
+    def result(self, verdict: Verdict | None, interrupted: str | None = None) -> dict[str, Any]:
+        return results.build(
+            self.config, self.fingerprint, self.started, self.loaded, self.generations, verdict, interrupted
+        )
+
+
+def run_experiment(
+    config: ExperimentConfig,
+    observer: Observer,
+    build: Callable[[ExperimentConfig], Target] | None = None,
+) -> Outcome:
+    """Run one checked configuration, or return the record of the run that finished it before.
+
+    ``build`` makes the target (the configured one by default). Raises ``UsageError`` where it cannot
+    run, and ``Interrupted`` once the record of an interrupted run is safe.
+    """
+    with StopSignals() as stop:
+        return _run_experiment(config, observer, build or build_target, stop)
+
+
+def _run_experiment(
+    config: ExperimentConfig,
+    observer: Observer,
+    build: Callable[[ExperimentConfig], Target],
+    stop: StopSignals,
+) -> Outcome:
+    mark = fingerprint(config, model_hash(config.model))
+    earlier = finished_run(config, mark)
+    if earlier is not None and not config.force:
+        recorded = earlier.result()
+        assert recorded is not None
+        return Outcome(recorded, earlier.path, results.exit_code(recorded), skipped=True)
+    _refuse_twin(config, mark)
+    _close_dead(config, observer)
+    run = _Run(config, mark, RunFolder.claim(config, mark), observer)
+    try:
+        _refuse_twin(config, mark, own=run.folder)
+        verdict = _generate_and_judge(run, build(config))
+        result = _record(run, verdict, earlier)
+    except KeyboardInterrupt:
+        _keep_interrupted(run, stop.what)
+        raise Interrupted(stop.what, stop.exit_code) from None
+    except UsageError as error:
+        if run.generations:
+            _keep_interrupted(run, str(error))
+        else:
+            run.folder.discard()
+        raise
+    except Exception as error:
+        _keep_interrupted(run, f"{type(error).__name__}: {error}", traceback.format_exc())
+        raise
+    try:
+        pending = _tell_mlflow(run)
+    except KeyboardInterrupt:
+        run.folder.finish()  # the record is whole; MLFLOW_PENDING says what is left to do
+        raise Interrupted(stop.what, stop.exit_code) from None
+    run.folder.finish()
+    return Outcome(result, run.folder.path, results.exit_code(result), pending=pending)
+
+
+def build_target(config: ExperimentConfig) -> Target:
+    """The configured target. Imports torch; nothing before this does."""
+    module, name = TARGETS[config.target.name]
+    target: Target = getattr(importlib.import_module(module), name)(config)
+    return target
+
+
+def _generate_and_judge(run: _Run, target: Target) -> Verdict:
+    config, observer = run.config, run.observer
+    observer.stage(f"loading {config.model.name}")
+    target.load()
+    run.loaded = target.describe()
+    prompts = target.prompts()
+    observer.plan(prompts, config.repeats)
+    for repeat in range(config.repeats):
+        for generation in target.generate(prompts, repeat, observer.progress):
+            run.generations.append(generation)
+            run.folder.save_generation(generation)
+            observer.generated(generation)
+    if config.audit:
+        for number, generation in enumerate(run.generations, 1):
+            observer.stage(f"auditing {generation.key} ({number} of {len(run.generations)})")
+            if (scores := target.score(generation)) is not None:
+                run.scores[generation.key] = scores
+    observer.stage("judging")
+    return _judge(run)
+
+
+def _judge(run: _Run) -> Verdict:
+    from sm70lab.judge.audit import tolerance_for
+    from sm70lab.judge.verdict import RouteFacts, judge
+
+    config = run.config
+    facts = RouteFacts(
+        draft_tokens=config.route.draft_tokens,
+        temperature=config.sampling.temperature,
+        tolerance=tolerance_for(config.model.dtype),
+    )
+    scores = [run.scores.get(generation.key) for generation in run.generations]
+    return judge(run.generations, scores, config.gate, facts)
+
+
+def _record(run: _Run, verdict: Verdict, earlier: RunFolder | None) -> dict[str, Any]:
+    from sm70lab.tracking.figures import write_figures
+
+    run.observer.stage("recording")
+    run.folder.save_tables(run.generations, run.scores)
+    write_figures(run.folder.path / FIGURES, run.generations, verdict, run.scores)
+    result = run.result(verdict)
+    if earlier is not None:
+        result["reproduces"] = results.compare_tokens(
+            earlier.path.name, earlier.token_ids(), run.folder.token_ids()
+        )
+    run.folder.save_result(result, results.summary(result))
+    return result
+
+
+def _keep_interrupted(run: _Run, what: str, trace: str | None = None) -> None:
+    """Keep what was generated, with the word of what ended the run."""
+    for generation in run.generations:
+        run.folder.save_generation(generation)
+    run.folder.save_tables(run.generations, {})
+    result = run.result(None, interrupted=what)
+    run.folder.save_result(result, results.summary(result))
+    if run.config.tracking.mlflow:
+        run.folder.set_pending("interrupted")
+    run.folder.interrupt(what, trace)
+    tokens = sum(len(generation.token_ids) for generation in run.generations)
+    run.observer.note(
+        f"interrupted ({what}): {len(run.generations)} outputs, {tokens} tokens kept in {run.folder}"
+    )
+
+
+def _tell_mlflow(run: _Run) -> str | None:
+    """Send this run, and whatever else is pending. Returns why it could not be sent, if so."""
+    tracking = run.config.tracking
+    if not tracking.mlflow:
+        return None
+    from sm70lab.tracking import mlflow_store
+
+    run.observer.stage(f"sending to {without_password(mlflow_store.store_uri(tracking))}")
+    reason = mlflow_store.record(run.folder, tracking)
+    if reason is None:
+        for folder, failed in mlflow_store.send_pending(tracking):
+            if failed is not None:
+                run.observer.note(f"{folder} stays pending: {failed}")
+    if reason is not None:
+        run.observer.note(f"MLflow: {reason}; {run.folder} is complete, send it later: sm70lab sync")
+    return reason
+
+
+def _refuse_twin(config: ExperimentConfig, mark: str, own: RunFolder | None = None) -> None:
+    """Two processes must not do the same run at once; of two that start together the later gives way."""
+    for folder in same_runs(config, mark):
+        if own is not None and folder.path == own.path:
+            return
+        owner = folder.owner()
+        if owner is not None and not folder.done:
+            raise UsageError(
+                f"{folder}: this run is going on as process {owner['pid']} on {owner['host']}; "
+                f"wait for it, or change seed or name"
+            )
+
+
+def _close_dead(config: ExperimentConfig, observer: Observer) -> None:
+    for folder in dead_runs(Path(config.tracking.runs_dir)):
+        end = "finished" if folder.done else "interrupted"
+        observer.note(f"{folder}: its process is gone; closed as {end}")
+        if config.tracking.mlflow:
+            folder.set_pending("killed")

@@ -1,0 +1,169 @@
+"""``result.json`` and ``summary.md``: what a run found, in one plain dictionary."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from sm70lab import __version__
+from sm70lab.schema import (
+    EXIT_CODES,
+    RESULT_SCHEMA_VERSION,
+    ExperimentConfig,
+    Generation,
+    Verdict,
+    VerdictKind,
+)
+
+SPEED = ("tokens_per_second", "rounds_per_second", "acceptance_length")
+
+
+def build(
+    config: ExperimentConfig,
+    fingerprint: str,
+    started: datetime,
+    target: dict[str, str | int | float],
+    generations: Sequence[Generation],
+    verdict: Verdict | None,
+    interrupted: str | None = None,
+) -> dict[str, Any]:
+    """The record of one run. ``verdict`` is None for a run that ``interrupted`` names the end of."""
+    return {
+        "schema_version": RESULT_SCHEMA_VERSION,
+        "sm70lab": __version__,
+        "status": "finished" if verdict is not None else "interrupted",
+        "interrupted": interrupted,
+        "experiment": config.name,
+        "route": config.route.name,
+        "target": config.target.name,
+        "model": config.model.name,
+        "workload": config.workload.name,
+        "seed": config.seed,
+        "draft_tokens": config.route.draft_tokens,
+        "fingerprint": fingerprint,
+        "started": started.isoformat(timespec="milliseconds"),
+        "finished": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "loaded": target,
+        "verdict": None if verdict is None else _verdict(verdict),
+        "speed": None if verdict is None else speed(verdict),
+        "generations": [_generation(generation) for generation in generations],
+        "reproduces": None,
+    }
+
+
+def speed(verdict: Verdict) -> dict[str, Any]:
+    """Pooled speed. Only a passing run's is valid, so that it may be ranked: a loop is fast too."""
+    metrics = next((e.metrics for e in verdict.evidence if e.kind == "acceptance"), {})
+    valid = verdict.kind == VerdictKind.passed and bool(metrics.get("speed_valid", 1))
+    return {"valid": valid, **{key: metrics.get(key) for key in SPEED}}
+
+
+def exit_code(result: dict[str, Any]) -> int:
+    """The exit code of a recorded verdict."""
+    return EXIT_CODES[VerdictKind(result["verdict"]["kind"])]
+
+
+def compare_tokens(name: str, earlier: dict[str, list[int]], now: dict[str, list[int]]) -> dict[str, Any]:
+    """Whether a repeated run gave the earlier run's tokens; ``first_difference`` says where not."""
+    for key in sorted(earlier.keys() | now.keys()):
+        a, b = earlier.get(key), now.get(key)
+        if a == b:
+            continue
+        if a is None or b is None:
+            return {"run": name, "equal": False, "first_difference": f"{key} is in one run only"}
+        same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        return {"run": name, "equal": False, "first_difference": f"{key}, token {same}"}
+    return {"run": name, "equal": True, "first_difference": None}
+
+
+def evidence_lines(result: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """(kind, status, line) of each evidence, in order."""
+    return [(e["kind"], e["status"], e["line"]) for e in result["verdict"]["evidence"]]
+
+
+def speed_line(result: dict[str, Any]) -> str:
+    """tok/s beside rounds/s and the acceptance length, marked where it may not be ranked."""
+    values = result["speed"]
+    parts = [
+        f"{values[key]:.{digits}f} {unit}"
+        for key, digits, unit in (
+            ("tokens_per_second", 1, "tok/s"),
+            ("rounds_per_second", 1, "rounds/s"),
+            ("acceptance_length", 2, "tokens a round"),
+        )
+        if values[key] is not None
+    ]
+    line = ", ".join(parts) or "not measured"
+    return line if values["valid"] else f"{line} (invalid: only a passing run's speed counts)"
+
+
+def reproduces_line(result: dict[str, Any]) -> str | None:
+    """What a forced re-run says about the earlier one; None for a first run."""
+    found = result["reproduces"]
+    if found is None:
+        return None
+    if found["equal"]:
+        return f"the same tokens as {found['run']}"
+    return f"NOT the tokens of {found['run']}: first difference at {found['first_difference']}"
+
+
+def summary(result: dict[str, Any]) -> str:
+    """``summary.md``: the verdict, its evidence, speed and generations."""
+    head = f"# {result['experiment']}: {result['route']}, seed {result['seed']}"
+    if result["verdict"] is None:
+        lines = [head, "", f"**interrupted**: {result['interrupted']}"]
+    else:
+        lines = [head, "", f"**{result['verdict']['kind']}**: {result['verdict']['reason']}", ""]
+        lines += [f"- {kind} ({status}): {line}" for kind, status, line in evidence_lines(result)]
+        lines.append(f"- speed: {speed_line(result)}")
+    if (line := reproduces_line(result)) is not None:
+        lines.append(f"- reproduces: {line}")
+    lines += ["", "| generation | tokens | end | prefill s | decode s |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {g['key']} | {g['tokens']} | {g['finish_reason']} "
+        f"| {g['prefill_seconds']:.2f} | {g['decode_seconds']:.2f} |"
+        for g in result["generations"]
+    ]
+    made = f"sm70lab {result['sm70lab']}, {result['finished']}"
+    lines += ["", f"Fingerprint `{result['fingerprint']}`, {made}."]
+    return "\n".join(lines) + "\n"
+
+
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "kind": verdict.kind.value,
+        "reason": verdict.reason,
+        "evidence": [
+            {
+                "kind": e.kind,
+                "status": e.status.value,
+                "line": e.line,
+                "metrics": e.metrics,
+                "details": e.details,
+            }
+            for e in verdict.evidence
+        ],
+    }
+
+
+def _generation(generation: Generation) -> dict[str, Any]:
+    ids = json.dumps([int(i) for i in generation.token_ids])
+    return {
+        "key": generation.key,
+        "prompt": generation.prompt.name,
+        "repeat": generation.repeat,
+        "seed": generation.seed,
+        "prompt_tokens": len(generation.prompt.token_ids),
+        "tokens": len(generation.token_ids),
+        "max_tokens": generation.prompt.max_tokens,
+        "characters": len(generation.text),
+        "rounds": len(generation.rounds),
+        "finish_reason": generation.finish_reason,
+        "prefill_seconds": generation.prefill_seconds,
+        "decode_seconds": generation.decode_seconds,
+        "token_ids_sha256": hashlib.sha256(ids.encode()).hexdigest(),
+        "note": generation.note,
+    }

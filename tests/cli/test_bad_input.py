@@ -1,0 +1,156 @@
+"""Every mistake costs one line, exit code 2, no run folder and little time."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lab import Lab
+
+from sm70lab.cli import main
+
+# arguments, and words the one line must hold
+MISTAKES = [
+    ("route=ful_forward", "no such route; did you mean full_forward? (full_forward, no_mtp"),
+    ("experiment=nope", "no such experiment; choose from"),
+    ("tracking=of", "did you mean off?"),
+    ("route=null", "route=null: choose from"),
+    ("rote=split", "no such setting; did you mean route?"),
+    ("route.draft_tokenz=3", "did you mean route.draft_tokens?"),
+    ("seed.x=3", "seed is a single value"),
+    ("+extra=1", "+extra=1: no such setting"),
+    ("~seed", "cannot be deleted"),
+    ("seed=abc", "seed=abc: must be a whole number"),
+    ("seed=-1", "seed=-1: must be 0 to"),
+    ("seed=1,2", "add -m"),
+    ("seed=(1", "cannot be read"),
+    ("display=loud", "one of rich, quiet, json"),
+    ("route.state.dtype=int8", "one of auto, float16, float32, float64"),
+    ("route.draft_tokens=9", "must be 0 to 8"),
+    ("route.draft_tokens=-1", "must be 0 to 8"),
+    ("route.state.block_size=0", "at least 1 token"),
+    ("route=full_forward route.spec_core_003=true", "route.full_forward=true and route.spec_core_003=true"),
+    ("sampling.temperature=-0.1", "must be 0 (greedy) or more"),
+    ("sampling.temperature=nan", "must be 0 (greedy) or more"),
+    ("sampling.top_p=0", "above 0 and at most 1"),
+    ("sampling.top_p=1.1", "above 0 and at most 1"),
+    ("sampling.top_k=-1", "must be 0 (off) or more"),
+    ("workload.max_tokens=-5", "must be at least 1 token"),
+    ("workload.prompts=[]", "at least one prompt"),
+    ("workload.prompts=[{name: a}]", "it has neither"),
+    ("workload.prompts=[{name: a,text: x,user: y}]", "it has both"),
+    ("workload.prompts=[{name: a,text: x,contract: xml}]", "no such contract; known: html"),
+    ("workload.prompts=[{name: a,text: x},{name: a,text: y}]", "names must differ"),
+    ("workload.prompts=[{name: ../a,text: x}]", "must be a file name"),
+    ("name=a/b", "must be a file name"),
+    ("repeats=0", "must be at least 1"),
+    ("model=/no/such/folder", "no such folder"),
+    ("model=./", "no config.json there"),
+    ("model=checkpoint", "needs model.path"),
+    ("model.path=nowhere", "no such folder"),
+    ("target.device=tpu", "must be auto, cpu, cuda or cuda:N"),
+    ("target.device=cuda:99", "target.device=cuda:99"),
+    ("target.threads=0", "must be at least 1, or null"),
+    ("tracking.uri=file:///x", "must be http(s)"),
+    ("tracking.timeout_s=0", "above 0 seconds"),
+    ("gate.audit_alpha=2", "between 0 and 1"),
+    ("--jsn", "did you mean --json?"),
+    ("--cfg nothing", "choose (job, hydra, all)"),
+    ("--config-dir nowhere", "no such folder"),
+    ("--config-name nothing", "Cannot find primary config"),
+    ("hydra/launcher=nothing", "hydra/launcher"),
+    ("hydra.run.dir=here", "tracking.runs_dir"),
+    ("rum", "no such command; did you mean run?"),
+    ("ui port=99999", "must be 1 to 65535"),
+    ("ui", "no MLflow store there"),
+    ("sync --all", "no such option"),
+]
+HEAVY = ("torch", "mlflow", "scipy", "matplotlib", "pyarrow", "transformers")
+
+
+def given(arguments: str) -> list[str]:
+    split = arguments.split(" ") if "workload" not in arguments else [arguments]
+    return split if split[0] in ("ui", "sync", "rum") else ["experiment=tiny", *split]
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=[m[0] for m in MISTAKES])
+def test_one_line_and_exit_code_2(
+    arguments: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(given(arguments)) == 2
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1
+    assert words in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [m[0] for m in MISTAKES[::2]])
+def test_the_same_from_a_shell(lab: Lab, arguments: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = lab.run(*given(arguments), engine=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert list(lab.folder.iterdir()) == []
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3
+
+
+def test_json_mode_says_it_in_json(lab: Lab) -> None:
+    done = lab.run("experiment=tiny", "seed=abc", "--json", engine=True)
+    assert json.loads(done.stdout) == {"exit_code": 2, "error": "seed=abc: must be a whole number"}
+
+
+@pytest.mark.parametrize(
+    ("yaml", "words"),
+    [
+        ("nam: x\n", "route/mine.yaml: route.nam: no such setting; did you mean name?"),
+        ("name: [x\n", "mine.yaml:2: not YAML"),
+        ("draft_tokens: many\n", "route/mine.yaml: route.draft_tokens"),
+        ("draft_tokens: 12\n", "route.draft_tokens=12: must be 0 to 8"),
+    ],
+)
+def test_mistakes_in_a_yaml_of_ones_own(lab: Lab, yaml: str, words: str) -> None:
+    (lab.folder / "mine" / "route").mkdir(parents=True)
+    (lab.folder / "mine" / "route" / "mine.yaml").write_text(yaml)
+    done = lab.run("--config-dir", "mine", "experiment=tiny", "route=mine", engine=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["experiment=tiny", "route.draft_tokens=9"], ["--cfg", "job"]]
+)
+def test_nothing_heavy_is_imported(tmp_path: Path, arguments: list[str]) -> None:
+    code = (
+        "import sys; from sm70lab.cli import main; main(sys.argv[1:]);"
+        f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_starts_fast() -> None:
+    def cpu_seconds(*command: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *command], capture_output=True, check=True, timeout=60)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert cpu_seconds("-c", "import sm70lab") < 0.3
+    assert cpu_seconds("-m", "sm70lab", "--help") < 1.5

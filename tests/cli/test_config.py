@@ -1,0 +1,98 @@
+"""Composition: every YAML in conf/, the short forms, and one's own folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lab import Lab
+from omegaconf import OmegaConf
+
+from sm70lab.cli.overrides import expand_model_path, find_groups
+from sm70lab.config import compose, conf_dir, explain
+from sm70lab.errors import UsageError
+from sm70lab.schema import ExperimentConfig
+
+GROUPS = find_groups([conf_dir()])
+CHOICES = [(group, choice) for group, choices in GROUPS.items() for choice in choices]
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES, ids=[f"{g}={c}" for g, c in CHOICES])
+def test_every_choice_composes(group: str, choice: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    folder = [f"model.path={tmp_path}"] if choice in ("checkpoint", "fixed_quality4") else []
+    config = compose([f"{group}={choice}", *folder])
+    assert isinstance(config, ExperimentConfig)
+    if group in ("route", "workload", "model", "target", "gate"):
+        assert getattr(config, group).name == choice
+
+
+def test_presets_say_how_they_are_run() -> None:
+    for preset in GROUPS["experiment"]:
+        lines = (conf_dir() / "experiment" / f"{preset}.yaml").read_text(encoding="utf-8").splitlines()
+        header = [line for line in lines if line.startswith("#")]
+        assert header[0] == "# @package _global_"
+        assert any(f"experiment={preset}" in line and "sm70lab" in line for line in header)
+
+
+def test_defaults() -> None:
+    config = compose()
+    assert (config.route.name, config.target.name, config.model.name) == ("spec_core_003", "engine", "web")
+    assert (config.workload.name, config.gate.name) == ("web", "fixed_quality")
+    assert (config.sampling.temperature, config.sampling.top_p, config.sampling.top_k) == (1.0, 0.95, 20)
+    assert (config.seed, config.repeats) == (20260620, 1)
+    assert config.route.spec_core_003
+    assert not config.route.full_forward
+    assert config.model.path is None
+    assert [p.max_tokens or config.workload.max_tokens for p in config.workload.prompts] == [3000, 3000]
+    assert Path(config.tracking.runs_dir).is_absolute()
+
+
+def test_the_fields_four_prompts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    workload = compose(["experiment=fixed_quality4", f"model.path={tmp_path}"]).workload
+    assert workload.prompts[0].user == "帮我用html做一个macos,功能要尽可能全,要尽可能还"
+    assert workload.prompts[0].contract == "html"
+    assert [p.max_tokens or workload.max_tokens for p in workload.prompts] == [6000, 2048, 2048, 2048]
+
+
+def test_a_preset_leaves_the_route_to_the_command_line() -> None:
+    assert compose(["experiment=tiny", "route=no_mtp"]).route.draft_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "multirun", "expanded"),
+    [
+        ("model=/a/b", False, ["model=checkpoint", "model.path='/a/b'"]),
+        ("model=/a b/it's,1", False, ["model=checkpoint", "model.path='/a b/it\\'s,1'"]),
+        ("model=/a,/b", True, ["model=checkpoint", "model.path='/a','/b'"]),
+        ("model=~/m", False, ["model=checkpoint", f"model.path='{Path.home()}/m'"]),
+        ("model=./m", False, ["model=checkpoint", f"model.path='{Path.cwd()}/m'"]),
+        ("model=tiny", False, ["model=tiny"]),
+        ("tracking.uri=http://x/y", False, ["tracking.uri=http://x/y"]),
+    ],
+)
+def test_model_folder_is_short_for_checkpoint(given: str, multirun: bool, expanded: list[str]) -> None:
+    assert expand_model_path([given], multirun) == expanded
+
+
+def test_a_folder_with_blanks_and_quotes_arrives_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "it's a (model)=1, really"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    config = compose(expand_model_path([f"model={folder}"], multirun=False))
+    assert config.model.path == str(folder)
+
+
+def test_a_route_is_a_yaml_of_two_lines_in_ones_own_folder(lab: Lab) -> None:
+    (lab.folder / "mine" / "route").mkdir(parents=True)
+    (lab.folder / "mine" / "route" / "quick3.yaml").write_text("name: quick3\ndraft_tokens: 3\n")
+    done = lab.run("--config-dir", "mine", "route=quick3", "--cfg", "job", "--package", "route", engine=True)
+    assert done.returncode == 0
+    assert OmegaConf.create(done.stdout).draft_tokens == 3
+
+
+def test_every_message_is_one_line() -> None:
+    assert "\n" not in str(explain(ValueError("a\nb\n  c")))
+    with pytest.raises(UsageError, match="no such folder"):
+        compose(["model=checkpoint", "model.path=/no/such"])

@@ -23,12 +23,16 @@ MIB = 1 << 20
 
 def main() -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--model", default="random")
     options = parser.parse_args()
     shape = ["model.shape.hidden_size=64", "model.shape.vocab_size=512"] if options.model == "random" else []
-    config = compose([f"model={options.model}", *shape, f"workload.max_tokens={options.tokens}", "tracking=off"])
+    config = compose(
+        [f"model={options.model}", *shape, f"workload.max_tokens={options.tokens}", "tracking=off"]
+    )
     config.workload.prompts = config.workload.prompts[:1]
     target = EngineTarget(config)
     target.load()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from sm70lab.config import compose
 from sm70lab.engine.loading import EMBEDDED
 from sm70lab.schema import ExperimentConfig
 from sm70lab.targets.engine import EngineTarget
+from sm70lab.tracking.environment import cpu_name
 
 ROUTES = {
     "no_mtp": ["route=no_mtp"],
@@ -73,7 +73,9 @@ def transformers_greedy(tokens: int, row: Row) -> None:
 
 def main() -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=1000, help="output tokens a prompt")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -83,7 +85,11 @@ def main() -> None:
     rows = {name: Row() for name in (*ROUTES, "transformers, greedy")}
     for _ in range(options.repeats):
         for name, overrides in ROUTES.items():
-            common = [f"workload.max_tokens={options.tokens}", f"target.threads={options.threads}", "target.device=cpu"]
+            common = [
+                f"workload.max_tokens={options.tokens}",
+                f"target.threads={options.threads}",
+                "target.device=cpu",
+            ]
             measure(compose([*overrides, *common]), rows[name])
         transformers_greedy(options.tokens, rows["transformers, greedy"])
     show(rows, options)
@@ -92,7 +98,7 @@ def main() -> None:
 def show(rows: dict[str, Row], options: argparse.Namespace) -> None:
     """Print the table and write the JSON."""
     base = statistics.median(rows["no_mtp"].tokens_per_second)
-    title = f"{platform.processor() or platform.machine()}, {options.threads} thread(s), torch {torch.__version__}, float32"
+    title = f"{cpu_name()}, {options.threads} thread(s), torch {torch.__version__}, float32"
     table = Table("route", "tok/s", "min–max", "rounds/s", "tokens a round", "× no_mtp", title=title)
     for name, row in rows.items():
         speed = statistics.median(row.tokens_per_second)

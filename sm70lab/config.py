@@ -22,6 +22,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from sm70lab.engine.routes import resolve
 from sm70lab.errors import UsageError
 from sm70lab.schema import ExperimentConfig, PromptSpec, Sampling, Tracking
 
@@ -93,12 +94,7 @@ def check(config: ExperimentConfig) -> None:
     """Check values that types cannot. Raises ``UsageError`` for the first that cannot work."""
     for setting, value, must in _complaints(config):
         raise UsageError(f"{setting}={value}: {must}")
-    route = config.route
-    if route.full_forward and route.spec_core_003:
-        raise UsageError(
-            "route.full_forward=true and route.spec_core_003=true contradict each other: "
-            "the first hides the whole GDN layer from the compiler, the second traces its projections"
-        )
+    resolve(config.route)  # contradictory flags
 
 
 def plain(value: Any) -> Any:

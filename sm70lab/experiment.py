@@ -110,6 +110,7 @@ class _Run:
 
     config: ExperimentConfig
     fingerprint: str
+    model_hash: str
     folder: RunFolder
     observer: Observer
     started: datetime = field(default_factory=lambda: datetime.now(UTC))
@@ -143,7 +144,8 @@ def _run_experiment(
     build: Callable[[ExperimentConfig], Target],
     stop: StopSignals,
 ) -> Outcome:
-    mark = fingerprint(config, model_hash(config.model))
+    weights = model_hash(config.model)
+    mark = fingerprint(config, weights)
     earlier = finished_run(config, mark)
     if earlier is not None and not config.force:
         recorded = earlier.result()
@@ -151,7 +153,7 @@ def _run_experiment(
         return Outcome(recorded, earlier.path, results.exit_code(recorded), skipped=True)
     _refuse_twin(config, mark)
     _close_dead(config, observer)
-    run = _Run(config, mark, RunFolder.claim(config, mark), observer)
+    run = _Run(config, mark, weights, RunFolder.claim(config, mark), observer)
     try:
         _refuse_twin(config, mark, own=run.folder)
         verdict = _generate_and_judge(run, build(config))
@@ -188,7 +190,7 @@ def _generate_and_judge(run: _Run, target: Target) -> Verdict:
     config, observer = run.config, run.observer
     observer.stage(f"loading {config.model.name}")
     target.load()
-    run.loaded = target.describe()
+    run.loaded = {"model_hash": run.model_hash, **target.describe()}
     prompts = target.prompts()
     observer.plan(prompts, config.repeats)
     for repeat in range(config.repeats):

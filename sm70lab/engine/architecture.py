@@ -93,7 +93,8 @@ def _build(text: dict[str, Any], layout: str, source: str) -> Architecture:
     ]
     if len(types) != layers or not set(types) <= {"linear_attention", "full_attention"}:
         raise UsageError(
-            f"{source}: layer_types must be {layers} of linear_attention/full_attention, found {len(types)}: {sorted(set(types))}"
+            f"{source}: layer_types must be {layers} of linear_attention/full_attention, "
+            f"found {len(types)}: {sorted(set(types))}"
         )
     heads = int(text["num_attention_heads"])
     head_dim = int(text.get("head_dim") or text["hidden_size"] // heads)

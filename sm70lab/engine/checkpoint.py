@@ -19,7 +19,6 @@ from sm70lab.errors import UsageError
 LANGUAGE_PREFIX = "model.language_model."  # of multimodal checkpoints, beside model.visual.*
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 NAMES_SHOWN = 6
-FULL_HASH_BYTES = 1 << 30
 
 
 class Weights(Protocol):
@@ -27,9 +26,6 @@ class Weights(Protocol):
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor of a canonical name (``expected_tensors``), as stored."""
-
-    def digest(self) -> str:
-        """Hex digest that changes when the weights do."""
 
 
 class FolderWeights:
@@ -77,9 +73,6 @@ class FolderWeights:
             )
         return tensor
 
-    def digest(self) -> str:
-        return folder_digest(self.folder)
-
 
 class RandomWeights:
     """Weights drawn from a seed, each tensor from its own stream, so that shapes do not shift draws."""
@@ -101,24 +94,6 @@ class RandomWeights:
             return 0.1 * normal + (1.0 if "linear_attn.norm" in name else 0.0)
         fan_in = shape[-1]
         return normal / math.sqrt(fan_in) if "embed" not in name else normal
-
-    def digest(self) -> str:
-        return hashlib.sha256(f"random:{self.seed}:{sorted(self.shapes.items())}".encode()).hexdigest()
-
-
-def folder_digest(folder: Path) -> str:
-    """SHA-256 over config, tokenizer and weights. Weights over 1 GiB count by header and size only."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.json")) + _safetensors_files(folder):
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}:".encode())
-        with file.open("rb") as handle:
-            if size <= FULL_HASH_BYTES:
-                while block := handle.read(1 << 20):
-                    digest.update(block)
-            else:
-                digest.update(handle.read(min(8 + int.from_bytes(handle.read(8), "little"), 1 << 26)))
-    return digest.hexdigest()
 
 
 def _safetensors_files(folder: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from sm70lab.engine.model import HybridModel
 from sm70lab.engine.noise import KeyedNoise, Stream
 from sm70lab.engine.rejection import Drafts, accept, one_hot
 from sm70lab.engine.routes import resolve
-from sm70lab.engine.sampling import LogitsRules, concatenate, sample, truncate
+from sm70lab.engine.sampling import Candidates, LogitsRules, concatenate, sample, truncate
 from sm70lab.engine.state import StateStore
 from sm70lab.errors import NonFiniteError
 from sm70lab.schema import DraftSampling, Proposal, Route, Sampling, StateDtype
@@ -137,7 +137,8 @@ class Decoder:
         start = torch.tensor([self.store.position[0] - count], device=self.model.device)
         hidden = self.model.draft(tokens, self._hidden, start, self.mtp_kv, self.boundary)[:, -1:]
         start = start + count - 1
-        chosen, distributions = [], []
+        chosen: list[torch.Tensor] = []
+        distributions: list[Candidates] = []
         for i in range(self.k):
             if i:
                 start = start + 1
@@ -157,7 +158,8 @@ class Decoder:
         logits = self.model.logits(hidden[0])
         if not bool(torch.isfinite(logits.sum())):
             raise NonFiniteError(
-                f"logits are not finite in round {self.rounds} after {len(self.output)} tokens: {self._locate()}"
+                f"logits are not finite in round {self.rounds} after {len(self.output)} tokens: "
+                f"{self._locate()}"
             )
         return logits
 

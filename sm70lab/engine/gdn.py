@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from sm70lab.engine.state import LayerState, conv_window, run_rows
+from sm70lab.engine.state import LayerState, Rows, conv_window, run_rows
 from sm70lab.kernels.causal_conv1d import causal_conv1d
 from sm70lab.kernels.gated_delta import gating, l2_normalise
 from sm70lab.kernels.norm import gated_rms_norm
@@ -34,7 +34,8 @@ class GDNShape:
 def input_projection(x: torch.Tensor, in_proj: torch.Tensor, shape: GDNShape) -> tuple[torch.Tensor, ...]:
     """x [B, T, hidden] → mixed_qkv [B, T, C], z [B, T, Hv·V], b, a [B, T, Hv]: views of one product."""
     sizes = [shape.conv_dim, shape.value_heads * shape.value_dim, shape.value_heads, shape.value_heads]
-    return F.linear(x, in_proj).split(sizes, dim=-1)
+    mixed_qkv, z, b, a = F.linear(x, in_proj).split(sizes, dim=-1)
+    return mixed_qkv, z, b, a
 
 
 def core(
@@ -65,7 +66,8 @@ def core(
         qk = qk.repeat_interleave(shape.value_heads // shape.key_heads, dim=2)
     q, k = qk.chunk(2, dim=2)
     g, beta = gating(a, b, neg_decay_rate, dt_bias)
-    rows = (q * shape.key_dim**-0.5, k, v.reshape(batch, tokens, shape.value_heads, shape.value_dim), g, beta)
+    v = v.reshape(batch, tokens, shape.value_heads, shape.value_dim)
+    rows = Rows(q * shape.key_dim**-0.5, k, v, g, beta)
     outputs, new_state = run_rows(scheme, state, accepted, conv_rows, rows, prefill_room)
     return [outputs, *new_state]
 

@@ -60,7 +60,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def _from_interleaved(shape: GDNShape, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
-    """Qwen3-Next stores rows per key head as [q, k, v·r, z·r] and [b·r, a·r]; return q | k | v | z | b | a."""
+    """Qwen3-Next stores rows per key head, [q, k, v·r, z·r] and [b·r, a·r]; return q | k | v | z | b | a."""
     heads, ratio = shape.key_heads, shape.value_heads // shape.key_heads
     sizes = [shape.key_dim, shape.key_dim, ratio * shape.value_dim, ratio * shape.value_dim]
     parts = qkvz.view(heads, sum(sizes), -1).split(sizes, dim=1)

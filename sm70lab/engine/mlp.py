@@ -47,7 +47,7 @@ class SparseMoE(nn.Module):
         probs, chosen = F.linear(rows, self.router).to(wide).softmax(-1).topk(self.top_k, dim=-1)
         if self.normalise:
             probs = probs / probs.sum(-1, keepdim=True)
-        out = torch.sigmoid(F.linear(rows, self.shared_gate)) * self.shared(rows)
+        out: torch.Tensor = torch.sigmoid(F.linear(rows, self.shared_gate)) * self.shared(rows)
         for expert in chosen.unique().tolist():
             row, slot = (chosen == expert).nonzero(as_tuple=True)
             part = swiglu(rows[row], self.gate_up[expert], self.down[expert])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -35,12 +38,13 @@ class DecoderLayer(nn.Module):
             else None
         )
         self.attention = (
-            GatedAttention(arch, weights, prefix + "self_attn.", dtype) if self.gdn is None else None
+            GatedAttention(arch, weights, prefix + "self_attn.", dtype) if kind == "full_attention" else None
         )
         self.mlp = build_mlp(arch, weights, prefix + "mlp.", dtype, moe)
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.mlp(rms_norm(x, self.post_norm, self.eps))
+        out: torch.Tensor = x + self.mlp(rms_norm(x, self.post_norm, self.eps))
+        return out
 
 
 class MTPHead(nn.Module):
@@ -111,6 +115,10 @@ class HybridModel(nn.Module):
         """
         self._round_forward = torch.compile(self.forward, dynamic=False, fullgraph=True)
 
+    def decoder_layers(self) -> Iterable[DecoderLayer]:
+        """The layers in order."""
+        return cast("Iterable[DecoderLayer]", self.layers)
+
     @property
     def device(self) -> torch.device:
         return self.embedding.device
@@ -142,12 +150,12 @@ class HybridModel(nn.Module):
         rotary = self.rotary(start, tokens.shape[1])
         incoming, caches = iter(states), iter(kv)
         outgoing: list[LayerState] = []
-        for layer in self.layers:
+        for layer in self.decoder_layers():
             normed = rms_norm(x, layer.input_norm, layer.eps)
             if layer.gdn is not None:
                 mixed, state = layer.gdn(normed, next(incoming), accepted, scheme, prefill_room, boundary)
                 outgoing.append(state)
-            else:
+            elif layer.attention is not None:
                 mixed = layer.attention(normed, rotary, next(caches), start, boundary)
             x = layer.feed_forward(x + mixed)
         return rms_norm(x, self.norm, self.arch.rms_norm_eps), outgoing
@@ -174,12 +182,11 @@ class HybridModel(nn.Module):
     def first_non_finite_layer(self, tokens: torch.Tensor, store: StateStore, kv: KVCache) -> int | None:
         """The first layer with a non-finite output when ``tokens`` [1, T] run from an empty state."""
         found: list[int] = []
-        hooks = [
-            layer.mlp.register_forward_hook(
-                lambda _, __, out, i=i: None if bool(torch.isfinite(out).all()) else found.append(i)
-            )
-            for i, layer in enumerate(self.layers)
-        ]
+
+        def watch(layer: int) -> Callable[[nn.Module, object, torch.Tensor], None]:
+            return lambda _, __, out: None if bool(torch.isfinite(out).all()) else found.append(layer)
+
+        hooks = [layer.mlp.register_forward_hook(watch(i)) for i, layer in enumerate(self.decoder_layers())]
         try:
             self.run(tokens, store, kv, prefill=True)
         finally:
@@ -193,7 +200,9 @@ class HybridModel(nn.Module):
         """Run the MTP head on T rows: tokens i + 1 [B, T] with hidden states i [B, T, hidden]."""
         assert self.mtp is not None
         embedded = F.embedding(tokens, self.embedding)
-        return self.mtp(embedded, hidden, self.rotary(start, tokens.shape[1]), kv.layers[0], start, boundary)
+        rotary = self.rotary(start, tokens.shape[1])
+        out: torch.Tensor = self.mtp(embedded, hidden, rotary, kv.layers[0], start, boundary)
+        return out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., hidden] → [..., vocabulary] in float32 or better."""

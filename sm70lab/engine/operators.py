@@ -19,15 +19,16 @@ from sm70lab.engine.state import LayerState
 _library = torch.library.Library("sm70lab", "DEF")
 _STATE = "Tensor[] state, Tensor accepted, str scheme, int prefill_room, int[] shape, float eps"
 _library.define(
-    "gdn_core(Tensor mixed_qkv, Tensor b, Tensor a, Tensor conv_weight, Tensor neg_decay_rate, Tensor dt_bias, "
-    f"{_STATE}) -> Tensor[]"
+    "gdn_core(Tensor mixed_qkv, Tensor b, Tensor a, Tensor conv_weight, Tensor neg_decay_rate, "
+    f"Tensor dt_bias, {_STATE}) -> Tensor[]"
 )
 _library.define(
     "gdn_layer(Tensor x, Tensor in_proj, Tensor conv_weight, Tensor neg_decay_rate, Tensor dt_bias, "
     f"Tensor norm_weight, Tensor out_proj, {_STATE}) -> Tensor[]"
 )
 _library.define(
-    "cached_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor start) -> Tensor"
+    "cached_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor start)"
+    " -> Tensor"
 )
 
 
@@ -89,6 +90,11 @@ def _flat(shape: GDNShape) -> tuple[list[int], float]:
     return [shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim], shape.eps
 
 
+def _shape(sizes: list[int], eps: float) -> GDNShape:
+    key_heads, value_heads, key_dim, value_dim = sizes
+    return GDNShape(key_heads, value_heads, key_dim, value_dim, eps)
+
+
 def _owned(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Contiguous copies of what shares its storage: an operator may not return parts of anything."""
     return [
@@ -103,21 +109,21 @@ def _owned(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _gdn_core(*inputs: Any) -> LayerState:
-    *stage_inputs, shape, eps = inputs
-    return _owned(gdn.core(*stage_inputs, GDNShape(*shape, eps)))
+    stage_inputs = [*inputs[:-2], _shape(*inputs[-2:])]
+    return _owned(gdn.core(*stage_inputs))
 
 
 def _gdn_layer(x: torch.Tensor, in_proj: torch.Tensor, *inputs: Any) -> LayerState:
-    conv_weight, neg_decay_rate, dt_bias, norm_weight, out_proj, *state, shape_list, eps = inputs
-    shape = GDNShape(*shape_list, eps)
+    conv_weight, neg_decay_rate, dt_bias, norm_weight, out_proj = inputs[:5]
+    shape = _shape(*inputs[-2:])
     mixed_qkv, z, b, a = gdn.input_projection(x, in_proj, shape)
-    o, *new_state = gdn.core(mixed_qkv, b, a, conv_weight, neg_decay_rate, dt_bias, *state, shape)
-    return _owned([gdn.output_projection(o, z, norm_weight, out_proj, eps), *new_state])
+    stage_inputs = [mixed_qkv, b, a, conv_weight, neg_decay_rate, dt_bias, *inputs[5:-2], shape]
+    o, *new_state = gdn.core(*stage_inputs)
+    return _owned([gdn.output_projection(o, z, norm_weight, out_proj, shape.eps), *new_state])
 
 
-def _cached_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor
-) -> torch.Tensor:
+def _cached_attention(*inputs: torch.Tensor) -> torch.Tensor:
+    q, k, v, keys, values, start = inputs
     return kv_cache.cached_attention(q, k, v, (keys, values), start)
 
 
@@ -139,10 +145,10 @@ def _shape_of_attention(q: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     return q.new_empty(*q.shape[:2], q.shape[2] * q.shape[3])
 
 
-for _name, _run, _shape in (
+for _name, _run, _fake in (
     ("gdn_core", _gdn_core, _shape_of_gdn_core),
     ("gdn_layer", _gdn_layer, _shape_of_gdn_layer),
     ("cached_attention", _cached_attention, _shape_of_attention),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"sm70lab::{_name}", _shape, lib=_library)
+    torch.library.register_fake(f"sm70lab::{_name}", _fake, lib=_library)

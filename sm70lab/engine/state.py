@@ -17,7 +17,7 @@ both pass through opaque operators as explicit inputs.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -25,7 +25,16 @@ from sm70lab.engine.architecture import Architecture
 from sm70lab.kernels.gated_delta import gated_delta_chunk, gated_delta_recurrent, gated_delta_states
 
 LayerState = list[torch.Tensor]  # [conv rows, *the scheme's tensors]
-Rows = tuple[torch.Tensor, ...]  # q, k, v, g, beta as in ``kernels.gated_delta``
+
+
+class Rows(NamedTuple):
+    """Inputs of T rows to the gated delta rule; shapes as in ``kernels.gated_delta``."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
 
 
 class Scheme(Protocol):
@@ -62,8 +71,8 @@ class Slots:
     def round(
         self, held: list[torch.Tensor], accepted: torch.Tensor, rows: Rows
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        start = self.committed(held, accepted, rows[0].dtype)
-        outputs, states = gated_delta_recurrent(*rows, start)
+        start = self.committed(held, accepted, rows.q.dtype)
+        outputs, states = gated_delta_recurrent(*rows, state=start)
         return outputs, [states.to(held[0].dtype)]
 
 
@@ -83,15 +92,15 @@ class Replay:
         folded = []
         for b, n in enumerate(accepted.tolist()):
             checkpoint = state[b : b + 1].to(dtype)
-            rows = [x[b : b + 1, :n] for x in inputs]
-            folded.append(gated_delta_states(*rows, checkpoint)[-1] if n else checkpoint)
+            rows = [*(x[b : b + 1, :n] for x in inputs), checkpoint]
+            folded.append(gated_delta_states(*rows)[-1] if n else checkpoint)
         return torch.cat(folded)
 
     def round(
         self, held: list[torch.Tensor], accepted: torch.Tensor, rows: Rows
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        checkpoint = self.committed(held, accepted, rows[0].dtype).to(held[0].dtype)
-        outputs, _ = gated_delta_recurrent(*rows, checkpoint.to(rows[0].dtype))
+        checkpoint = self.committed(held, accepted, rows.q.dtype).to(held[0].dtype)
+        outputs, _ = gated_delta_recurrent(*rows, state=checkpoint.to(rows.q.dtype))
         return outputs, [checkpoint, *rows[1:]]
 
 
@@ -121,9 +130,9 @@ def run_rows(
     if not prefill_room:
         outputs, held = kind.round(held, accepted, rows)
         return outputs, [conv_rows, *held]
-    outputs, final = gated_delta_chunk(*rows, kind.committed(held, accepted, rows[0].dtype))
+    outputs, final = gated_delta_chunk(*rows, state=kind.committed(held, accepted, rows.q.dtype))
     first = kind.accepted_when_whole
-    tokens = rows[0].shape[1]
+    tokens = rows.q.shape[1]
     window = conv_rows[:, tokens:]
     new_conv = torch.zeros_like(old_conv)
     new_conv[:, first : first + window.shape[1]] = window

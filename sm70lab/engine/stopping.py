@@ -32,9 +32,7 @@ class Delivery:
         """Deliver tokens until a reason to stop; returns how many were delivered."""
         for count, token in enumerate(tokens, 1):
             self.token_ids.append(token)
-            if token in self.stop_ids:
-                self.finish_reason = "stop"
-            elif self._completes_stop_string(self.stream.push(token)):
+            if token in self.stop_ids or self._completes_stop_string(self.stream.push(token)):
                 self.finish_reason = "stop"
             elif len(self.token_ids) == self.max_tokens:
                 self.finish_reason = "length"

@@ -57,7 +57,8 @@ class TokenizerText:
     def chat(self, user: str) -> str:
         if self.template is None:
             raise UsageError(
-                "workload: a prompt with 'user' needs a chat template, and the model's tokenizer has none; use 'text'"
+                "workload: a prompt with 'user' needs a chat template, "
+                "and the model's tokenizer has none; use 'text'"
             )
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 

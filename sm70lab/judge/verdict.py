@@ -97,11 +97,4 @@ def _decide(
 
 def _mark_speed(accept: Evidence, kind: VerdictKind) -> Evidence:
     valid = kind is VerdictKind.passed and not accept.details["accounting"]
-    speed = ""
-    if "tokens_per_second" in accept.metrics:
-        speed = f"; {accept.metrics['tokens_per_second']:.1f} tok/s"
-        if "rounds_per_second" in accept.metrics:
-            speed += f" at {accept.metrics['rounds_per_second']:.1f} rounds/s"
-        speed += "" if valid else ", not valid as a speed"
-    metrics = accept.metrics | {"speed_valid": float(valid)}
-    return replace(accept, line=accept.line + speed, metrics=metrics)
+    return replace(accept, metrics=accept.metrics | {"speed_valid": float(valid)})

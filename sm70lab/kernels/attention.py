@@ -18,7 +18,7 @@ def rotary_table(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[to
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first rotary_dim channels of x [B, T, heads, D] by halves; cos, sin [B, T, 1, rotary_dim]."""
+    """Rotate the first rotary_dim channels of x [B, T, heads, D]; cos, sin [B, T, 1, rotary_dim]."""
     size = cos.shape[-1]
     turned, rest = x[..., :size], x[..., size:]
     first, second = turned.chunk(2, dim=-1)
@@ -42,5 +42,5 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
         future = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
         newest = scores.view(batch, kv_heads, group, tokens, length)[..., length - tokens :]
         newest.masked_fill_(future, -torch.inf)
-    out = scores.softmax(-1).to(v.dtype) @ v
+    out: torch.Tensor = scores.softmax(-1).to(v.dtype) @ v
     return out.view(batch, heads, tokens, dim).transpose(1, 2).reshape(batch, tokens, heads * dim)

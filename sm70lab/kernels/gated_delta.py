@@ -86,7 +86,7 @@ def gated_delta_chunk(
     triangular system (I + tril(β_t·(k_t·k_s)·γ_t/γ_s, −1)) d = β_t·(v_t − γ_t·S₀ᵀk_t).
     Same arguments as ``gated_delta_recurrent``; returns o and the final state [B, H, K, V].
     """
-    batch, tokens, heads, _ = q.shape
+    tokens = q.shape[1]
     pad = -tokens % CHUNK
     # Padding with g = 0, beta = 0 and k = 0 leaves the state as it is.
     q, k, v = (F.pad(x.transpose(1, 2), (0, 0, 0, pad)) for x in (q, k, v))

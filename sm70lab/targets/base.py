@@ -31,7 +31,7 @@ class Target(Protocol):
         """Load weights or reach the server. Raises ``UsageError`` where that cannot work."""
 
     def describe(self) -> dict[str, str | int | float]:
-        """Facts of what was loaded for the record: ``model_hash``, parameters, dtype, device."""
+        """Facts of what was loaded for the record: parameters, dtype, device."""
 
     def prompts(self) -> list[Prompt]:
         """The workload's prompts, tokenised."""

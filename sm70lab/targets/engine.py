@@ -75,7 +75,6 @@ class EngineTarget:
         """Facts for the record; parameters and bytes count the tensors in memory."""
         buffers = {b.data_ptr(): b for b in self.model.buffers()}.values()
         return {
-            "model_hash": self.source.weights.digest(),
             "parameters": sum(b.numel() for b in buffers),
             "weight_bytes": sum(b.numel() * b.element_size() for b in buffers),
             "dtype": self.config.model.dtype.value,
@@ -170,7 +169,7 @@ class EngineTarget:
         )
 
     def _reference(self) -> HybridModel:
-        """The run's own model where it is float32 or float64 already, else a float32 copy on the CPU's terms."""
+        """The run's own model where it is float32 or float64 already, else a float32 copy."""
         if self.config.model.dtype in (ModelDtype.float32, ModelDtype.float64):
             return self.model
         if not hasattr(self, "_reference_model"):

@@ -31,7 +31,7 @@ class ScriptedTarget:
         """Nothing to load."""
 
     def describe(self) -> dict[str, str | int | float]:
-        return {"model_hash": "scripted", "parameters": 0}
+        return {"parameters": 0}
 
     def prompts(self) -> list[Prompt]:
         workload = self.config.workload

@@ -32,7 +32,10 @@ def test_opcheck(scheme: str, prefill_room: int) -> None:
     tail = (state, accepted, scheme, prefill_room, *operators._flat(layer.shape))
     tests = ("test_schema", "test_faketensor")
     checks = [
-        (torch.ops.sm70lab.gdn_core, (mixed_qkv.contiguous(), b.contiguous(), a.contiguous(), *weights, *tail)),
+        (
+            torch.ops.sm70lab.gdn_core,
+            (mixed_qkv.contiguous(), b.contiguous(), a.contiguous(), *weights, *tail),
+        ),
         (torch.ops.sm70lab.gdn_layer, (x, layer.in_proj, *weights, layer.norm_weight, layer.out_proj, *tail)),
     ]
     kv = [torch.zeros(1, 2, 20, 8) for _ in range(2)]
@@ -49,5 +52,7 @@ def test_a_compiled_round_gives_the_eager_tokens(flags: dict[str, bool]) -> None
     wanted = tiny.decode(tiny.decoder(fresh_model(), tiny.route(3, "replay", **flags), tiny.prompt(9)), 60)
     compiled = fresh_model()
     compiled.compile_rounds()
-    found = tiny.decode(tiny.decoder(compiled, tiny.route(3, "replay", **flags, compile=True), tiny.prompt(9)), 60)
+    found = tiny.decode(
+        tiny.decoder(compiled, tiny.route(3, "replay", **flags, compile=True), tiny.prompt(9)), 60
+    )
     assert found == wanted

@@ -41,7 +41,7 @@ def step_logits(ids: list[int], prompt_length: int) -> torch.Tensor:
 )
 def test_scores_are_the_written_out_distribution(s: Sampling) -> None:
     prompt, stop = tiny.prompt(300), frozenset({4, 8})  # longer than one scoring chunk
-    output = [t for t in tiny.decode(tiny.decoder(tiny.model(), tiny.route(0), prompt, s, stop_ids=stop), 30)]
+    output = list(tiny.decode(tiny.decoder(tiny.model(), tiny.route(0), prompt, s, stop_ids=stop), 30))
     output[17] = 5  # a token that nobody drew
     scores = reference.score(tiny.model(), prompt, output, s, stop)
     logits = step_logits(prompt + output, len(prompt))

@@ -1,4 +1,4 @@
-"""End tokens, stop strings and budgets, exact wherever in a round they fall; text without broken characters."""
+"""End tokens, stop strings and budgets, exact wherever in a round they fall; no broken characters."""
 
 from __future__ import annotations
 

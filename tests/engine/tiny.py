@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from sm70lab.engine.decoder import Decoder
+from sm70lab.engine.kv_cache import KVCache
 from sm70lab.engine.loading import find
 from sm70lab.engine.model import HybridModel
 from sm70lab.engine.noise import KeyedNoise
 from sm70lab.engine.state import StateStore
-from sm70lab.engine.kv_cache import KVCache
 from sm70lab.schema import (
     DraftSampling,
     ModelDtype,

@@ -68,8 +68,6 @@ def test_truth_table(
     assert list(by_kind) == ["shape", "acceptance", "audit"]
     assert by_kind["audit"].metrics["audited"] == (audited != "none")
     assert by_kind["acceptance"].metrics["speed_valid"] == (kind is VerdictKind.passed)
-    assert ("not valid as a speed" in by_kind["acceptance"].line) == (kind is not VerdictKind.passed)
-    assert "tok/s at 10.0 rounds/s" in by_kind["acceptance"].line
 
 
 def test_no_scores_at_all_is_no_audit(case: Any, gate: Gate) -> None:

@@ -37,7 +37,9 @@ def test_greedy_drafts_give_the_no_draft_tokens(k: int, route: str) -> None:
     torch.set_num_threads(1)
     wanted = generate("route=no_mtp")
     found = generate(f"route={route}", f"route.draft_tokens={k}")
-    same = next((i for i, (a, b) in enumerate(zip(found.token_ids, wanted.token_ids, strict=False)) if a != b), None)
+    same = next(
+        (i for i, (a, b) in enumerate(zip(found.token_ids, wanted.token_ids, strict=False)) if a != b), None
+    )
     assert same is None, f"first difference at output token {same}"
     assert digest(found) == digest(wanted)
     assert len(wanted.token_ids) == TOKENS or wanted.finish_reason == "stop"

@@ -54,35 +54,37 @@ class Architecture:
         return self.num_experts > 0 and layer not in self.dense_layers
 
     @staticmethod
-    def from_folder(folder: Path) -> Architecture:
-        """Read ``config.json`` (and the end tokens of ``generation_config.json``) of a folder.
+    def from_dict(raw: dict[str, Any], source: str, mtp_stored: bool = False) -> Architecture:
+        """Build from the keys of a Hugging Face config; ``source`` names them in errors.
 
-        Raises ``UsageError`` for a missing or unreadable file and an unsupported model.
+        ``mtp_stored`` stands in for ``mtp_num_hidden_layers`` where the config does not say it, as
+        published Qwen3-Next configs do not. Raises ``UsageError``.
         """
-        raw = _read_json(folder / "config.json")
-        generation = folder / "generation_config.json"
-        if generation.exists():
-            raw = {**raw, "generation_eos_token_id": _read_json(generation).get("eos_token_id")}
-        return Architecture.from_dict(raw, str(folder / "config.json"))
-
-    @staticmethod
-    def from_dict(raw: dict[str, Any], source: str) -> Architecture:
-        """Build from the keys of a Hugging Face config; ``source`` names them in errors."""
-        text = {**raw, **raw["text_config"]} if "text_config" in raw else raw
-        kind = text.get("model_type", raw.get("model_type"))
+        nested = raw.get("text_config", {})
+        if not isinstance(nested, dict):
+            raise UsageError(f"{source}: text_config must be an object, found {nested!r}")
+        text = {**raw, **nested}
+        # The head of a multimodal checkpoint is tied by the outer setting; inner ones say false.
+        text["tie_word_embeddings"] = raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+        kind = text.get("model_type")
         if kind not in QWEN3_5 + QWEN3_NEXT:
             known = ", ".join(QWEN3_5 + QWEN3_NEXT)
             raise UsageError(f"{source}: model_type {kind!r} is not supported; supported: {known}")
-        if text.get("quantization_config") or raw.get("quantization_config"):
+        if text.get("quantization_config"):
             raise UsageError(
                 f"{source}: quantised checkpoints are not supported yet; use float16/bfloat16/float32 weights"
             )
+        if text.get("hidden_act", "silu") != "silu":
+            raise UsageError(f"{source}: hidden_act {text['hidden_act']!r} is not supported; only 'silu'")
+        text.setdefault("mtp_num_hidden_layers", int(mtp_stored))
         try:
-            return _build(text, "qwen3_next" if kind in QWEN3_NEXT else "qwen3_5", source)
+            arch = _build(text, "qwen3_next" if kind in QWEN3_NEXT else "qwen3_5", source)
         except KeyError as missing:
             raise UsageError(f"{source}: {missing.args[0]} is missing") from missing
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise UsageError(f"{source}: unusable value ({error})") from error
+        _check(arch, source)
+        return arch
 
 
 def _build(text: dict[str, Any], layout: str, source: str) -> Architecture:
@@ -105,7 +107,7 @@ def _build(text: dict[str, Any], layout: str, source: str) -> Architecture:
     experts = int(text.get("num_experts") or 0)
     step = int(text.get("decoder_sparse_step") or 1)
     dense = set(text.get("mlp_only_layers") or ()) | {i for i in range(layers) if (i + 1) % step}
-    arch = Architecture(
+    return Architecture(
         layout=layout,
         vocab_size=int(text["vocab_size"]),
         hidden_size=int(text["hidden_size"]),
@@ -134,13 +136,16 @@ def _build(text: dict[str, Any], layout: str, source: str) -> Architecture:
         norm_topk_prob=bool(text.get("norm_topk_prob", True)),
         dense_layers=tuple(sorted(dense)) if experts else (),
     )
-    _check(arch, source)
-    return arch
 
 
 def _check(arch: Architecture, source: str) -> None:
+    sizes = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "gdn_key_heads")
+    sizes += ("gdn_value_heads", "gdn_key_dim", "gdn_value_dim")
+    for name in sizes:
+        if getattr(arch, name) < 1:
+            raise UsageError(f"{source}: sizes must be positive; {name} is {getattr(arch, name)}")
     rules = (
-        (arch.hidden_size > 0 and arch.vocab_size > 0 and bool(arch.layer_types), "sizes must be positive"),
+        (bool(arch.layer_types), "num_hidden_layers must be positive"),
         (
             arch.num_heads % arch.num_kv_heads == 0,
             "num_attention_heads must be a multiple of num_key_value_heads",
@@ -173,14 +178,22 @@ def _eos_ids(text: dict[str, Any]) -> tuple[int, ...]:
     return tuple(sorted(set(ids)))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """``config.json`` with the end tokens of ``generation_config.json``. Raises ``UsageError``."""
+    if not (folder / "config.json").exists():
+        raise UsageError(f"{folder}: no config.json there; model.path must be a Hugging Face folder")
+    raw = read_json_object(folder / "config.json")
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        raw["generation_eos_token_id"] = read_json_object(generation).get("eos_token_id")
+    return raw
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A file that must hold one JSON object. Raises ``UsageError``."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UsageError(
-            f"{path.parent}: no {path.name} there; model.path must be a Hugging Face folder"
-        ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(value, dict):
         raise UsageError(f"{path}: must hold a JSON object")

@@ -20,6 +20,9 @@ Rotary = tuple[torch.Tensor, torch.Tensor]  # cos, sin [B, T, 1, rotary_dim]
 class GatedAttention(nn.Module):
     """Weights of one attention layer; q (with its gate per head), k and v fused into one matrix."""
 
+    in_bias: torch.Tensor | None
+    out_bias: torch.Tensor | None
+
     def __init__(self, arch: Architecture, weights: Weights, prefix: str, dtype: torch.dtype) -> None:
         super().__init__()
         wide = torch.promote_types(dtype, torch.float32)
@@ -33,11 +36,12 @@ class GatedAttention(nn.Module):
         names = ("q_proj", "k_proj", "v_proj")
         self.in_proj = nn.Buffer(torch.cat([weights.read(f"{prefix}{n}.weight") for n in names]).to(dtype))
         self.out_proj = nn.Buffer(weights.read(prefix + "o_proj.weight").to(dtype))
-        self.in_bias: torch.Tensor | None = None
-        self.out_bias: torch.Tensor | None = None
+        in_bias = out_bias = None
         if arch.attention_bias:
-            self.in_bias = nn.Buffer(torch.cat([weights.read(f"{prefix}{n}.bias") for n in names]).to(dtype))
-            self.out_bias = nn.Buffer(weights.read(prefix + "o_proj.bias").to(dtype))
+            in_bias = torch.cat([weights.read(f"{prefix}{n}.bias") for n in names]).to(dtype)
+            out_bias = weights.read(prefix + "o_proj.bias").to(dtype)
+        self.register_buffer("in_bias", in_bias)
+        self.register_buffer("out_bias", out_bias)
         self.q_norm = nn.Buffer(1 + weights.read(prefix + "q_norm.weight").to(wide))
         self.k_norm = nn.Buffer(1 + weights.read(prefix + "k_norm.weight").to(wide))
 

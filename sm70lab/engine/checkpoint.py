@@ -18,6 +18,7 @@ from sm70lab.errors import UsageError
 
 LANGUAGE_PREFIX = "model.language_model."  # of multimodal checkpoints, beside model.visual.*
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NAMES_SHOWN = 6
 
 
@@ -29,25 +30,31 @@ class Weights(Protocol):
 
 
 class FolderWeights:
-    """One or many safetensors files of a Hugging Face folder, checked whole before anything is read.
+    """One or many safetensors files of a Hugging Face folder; ``shapes`` has what they hold.
 
-    Raises ``UsageError`` that lists missing, left-over or wrongly shaped tensors, names a
-    truncated file, and on ``read`` a tensor with values that are not finite.
+    Raises ``UsageError`` for a truncated file and a tensor stored twice; ``check`` for missing,
+    left-over or wrongly shaped tensors; ``read`` for a tensor with values that are not finite.
     """
 
-    def __init__(self, folder: Path, arch: Architecture) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files = _safetensors_files(folder)
         self._file_of: dict[str, Path] = {}
         self._raw_name: dict[str, str] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         for file, raw, shape in _headers(self.files):
             if raw.startswith("model.visual."):
                 continue
             name = raw.replace(LANGUAGE_PREFIX, "model.", 1) if raw.startswith(LANGUAGE_PREFIX) else raw
-            self._file_of[name], self._raw_name[name], shapes[name] = file, raw, shape
-        self._experts = _group_experts(shapes)
-        _compare(folder, expected_tensors(arch), shapes)
+            if name in self.shapes:
+                where = f"{self._file_of[name].name} as {self._raw_name[name]}"
+                raise UsageError(f"{file}: {raw} is stored twice; also in {where}")
+            self._file_of[name], self._raw_name[name], self.shapes[name] = file, raw, shape
+        self._experts = _group_experts(self.shapes)
+
+    def check(self, arch: Architecture) -> None:
+        """Compare names and shapes with what ``arch`` must have, before anything is read."""
+        _compare(self.folder, expected_tensors(arch), self.shapes)
 
     def read(self, name: str) -> torch.Tensor:
         if name in self._experts:
@@ -63,9 +70,10 @@ class FolderWeights:
                 tensor: torch.Tensor = handle.get_tensor(self._raw_name[name])
         except (SafetensorError, OSError) as error:
             raise UsageError(f"{file}: cannot read {self._raw_name[name]} ({error})") from error
-        if not tensor.is_floating_point():
+        if tensor.dtype not in WEIGHT_DTYPES:
             raise UsageError(
-                f"{file}: {self._raw_name[name]} is {tensor.dtype}; only floating-point weights are supported"
+                f"{file}: {self._raw_name[name]} is {tensor.dtype}; "
+                "only float16, bfloat16, float32 and float64 weights are supported"
             )
         if not bool(torch.isfinite(tensor).all()):
             raise UsageError(
@@ -100,10 +108,10 @@ def _safetensors_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            files = [folder / name for name in names]
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise UsageError(f"{index}: not a safetensors index ({error})") from error
-        files = [folder / name for name in names]
     else:
         files = sorted(folder.glob("*.safetensors"))
     missing = [f.name for f in files if not f.exists()]
@@ -139,6 +147,8 @@ def _group_experts(shapes: dict[str, tuple[int, ...]]) -> dict[str, list[list[st
             if any(name not in shapes for row in names for name in row):
                 continue  # the gap shows as left-over and missing tensors
             first = [shapes[name] for name in names[0]]
+            if any(shapes[name] != wanted for row in names for name, wanted in zip(row, first, strict=True)):
+                continue  # experts of unlike shapes show as left-over tensors
             groups[f"{prefix}.{stacked}"] = names
             shapes[f"{prefix}.{stacked}"] = (experts, sum(s[0] for s in first), *first[0][1:])
             for row in names:

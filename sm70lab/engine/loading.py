@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from sm70lab.engine.architecture import Architecture
+from sm70lab.engine.architecture import Architecture, read_config
 from sm70lab.engine.checkpoint import FolderWeights, RandomWeights, Weights
 from sm70lab.engine.model import HybridModel
 from sm70lab.engine.text import NumberText, Text, TokenizerText
@@ -54,5 +54,10 @@ def find(spec: ModelSpec) -> Source:
     folder = Path(spec.path).expanduser() if spec.path else EMBEDDED
     if not folder.is_dir():
         raise UsageError(f"model.path={folder}: no such folder; give a Hugging Face folder with config.json")
-    arch = Architecture.from_folder(folder)
-    return Source(arch, FolderWeights(folder, arch), TokenizerText(folder, arch.vocab_size))
+    raw = read_config(folder)
+    weights = FolderWeights(folder)
+    arch = Architecture.from_dict(
+        raw, str(folder / "config.json"), mtp_stored="mtp.fc.weight" in weights.shapes
+    )
+    weights.check(arch)
+    return Source(arch, weights, TokenizerText(folder, arch.vocab_size))

@@ -37,8 +37,8 @@ def resolve(route: Route) -> Boundary:
     """
     if route.full_forward and route.spec_core_003:
         raise UsageError(
-            "route.full_forward=true contradicts route.spec_core_003=true: "
-            "the first hides the whole GDN layer behind one operator, the second only its core; set one"
+            "route.full_forward=true and route.spec_core_003=true contradict each other: the first hides the "
+            "whole GDN layer behind one operator, the second only its core; set one of them"
         )
     if route.full_forward:
         return Boundary(Opaque.layer, contiguous_qkv=False)

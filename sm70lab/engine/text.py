@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from sm70lab.engine.architecture import read_json_object
 from sm70lab.errors import UsageError
 
 LEAST_COVERAGE = 0.95  # of vocab_size; real checkpoints pad the matrix by well under one per cent
@@ -64,9 +64,11 @@ class TokenizerText:
 
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         messages = [{"role": "user", "content": user}]
-        rendered: str = environment.from_string(self.template).render(
-            messages=messages, add_generation_prompt=True
-        )
+        try:
+            template = environment.from_string(self.template)
+            rendered: str = template.render(messages=messages, add_generation_prompt=True)
+        except Exception as error:  # a template is a program of the checkpoint's: it may raise anything
+            raise UsageError(f"the model's chat template fails ({type(error).__name__}: {error})") from error
         return rendered
 
     def stream(self) -> Stream:
@@ -106,13 +108,12 @@ class _NumberStream:
 def _chat_template(folder: Path) -> str | None:
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{file}: cannot be read as text ({error})") from error
     path = folder / "tokenizer_config.json"
     if not path.exists():
         return None
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{path}: cannot be read as JSON ({error})") from error
-    template = config.get("chat_template")
+    template = read_json_object(path).get("chat_template")
     return template if isinstance(template, str) else None

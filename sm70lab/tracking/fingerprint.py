@@ -87,7 +87,10 @@ def _model_folder(model: ModelSpec) -> Path | None:
     if model.name in RANDOM_MODELS:
         return None
     if model.path is not None:
-        return Path(model.path)
+        folder = Path(model.path)
+        if not folder.is_dir():
+            raise UsageError(f"model.path={folder}: no such folder; give a Hugging Face model folder")
+        return folder
     folder = Path(__file__).resolve().parents[1] / "models" / "web"
     if not (folder / "config.json").is_file():
         raise UsageError("model=web: not part of this installation; set model=/a/folder or model=tiny")

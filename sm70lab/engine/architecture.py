@@ -139,9 +139,9 @@ def _build(text: dict[str, Any], layout: str, source: str) -> Architecture:
 
 
 def _check(arch: Architecture, source: str) -> None:
-    sizes = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "gdn_key_heads")
-    sizes += ("gdn_value_heads", "gdn_key_dim", "gdn_value_dim")
-    for name in sizes:
+    attention = ("num_heads", "num_kv_heads", "head_dim")
+    gdn = ("gdn_key_heads", "gdn_value_heads", "gdn_key_dim", "gdn_value_dim")
+    for name in ("vocab_size", "hidden_size", *attention, *gdn):
         if getattr(arch, name) < 1:
             raise UsageError(f"{source}: sizes must be positive; {name} is {getattr(arch, name)}")
     rules = (

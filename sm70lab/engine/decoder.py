@@ -81,9 +81,6 @@ class Decoder:
         self.output += tokens
         self.rules.observe(tokens)
 
-    def _positions(self, first: int, count: int) -> torch.Tensor:
-        return torch.arange(first, first + count, device=self.model.device)
-
     def _prefill(self) -> int:
         """Run the prompt in chunks that end on state-block edges; return the first output token."""
         ids = torch.tensor([self.prompt_ids], device=self.model.device)
@@ -106,7 +103,7 @@ class Decoder:
         self._hidden = hidden[:, -1:]
         logits = self._logits(self._hidden)
         candidates = truncate(self.rules.apply(logits, 0, []), self.sampling)
-        token = int(sample(candidates, self.noise, Stream.target, self._positions(0, 1)))
+        token = int(sample(candidates, self.noise, Stream.target, range(1)))
         self._deliver([token])
         return token
 
@@ -118,7 +115,7 @@ class Decoder:
         logits = self.rules.apply(self._logits(hidden), position, drafts.tokens.tolist())
         target = truncate(logits, self.sampling)
         tokens = accept(
-            self.route.draft_sampling, target, drafts, self.noise, self._positions(position, self.k + 1)
+            self.route.draft_sampling, target, drafts, self.noise, range(position, position + self.k + 1)
         )
         self.store.commit([len(tokens)])
         self._hidden = hidden[:, : len(tokens)]
@@ -146,7 +143,9 @@ class Decoder:
             logits = self.model.logits(hidden[:, 0])
             if sampled:
                 q = truncate(logits, self.sampling, top_p=self.route.proposal == Proposal.top_k_top_p)
-                chosen.append(sample(q, self.noise, Stream.draft, self._positions(len(self.output) + i, 1)))
+                chosen.append(
+                    sample(q, self.noise, Stream.draft, range(len(self.output) + i, len(self.output) + i + 1))
+                )
             else:
                 chosen.append(logits.argmax(-1))
                 q = one_hot(chosen[-1], logits.dtype)

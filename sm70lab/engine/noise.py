@@ -1,15 +1,16 @@
 """Randomness keyed by (seed, prompt, repeat, stream, position, token id), not drawn from a stream.
 
 A route, a batch shape or a draft count therefore never shifts another draw. The generator is
-SplitMix64's finaliser (Steele, Lea and Flood 2014) applied once a key word, in int64 arithmetic
-that any device has.
+SplitMix64's finaliser (Steele, Lea and Flood 2014), applied once a key word.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
@@ -24,28 +25,22 @@ class Stream(IntEnum):
     residual = 4  # the token that replaces a rejected draft
 
 
-def _signed(value: int) -> int:
-    value &= MASK
-    return value - (1 << 64) if value >> 63 else value
-
-
 def _mix_int(z: int) -> int:
-    """SplitMix64 finaliser on a Python integer; the twin of ``_mix``."""
+    """SplitMix64's finaliser of one number."""
     z &= MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
     return z ^ (z >> 31)
 
 
-def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int64."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(z: torch.Tensor) -> torch.Tensor:
-    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
-    return z ^ _shift(z, 31)
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The same of an array, which it overwrites; uint64 arithmetic wraps."""
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(0xBF58476D1CE4E5B9)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return z
 
 
 class KeyedNoise:
@@ -57,19 +52,23 @@ class KeyedNoise:
             key = _mix_int(key + (word + 1) * GOLDEN)
         self._keys = {stream: _mix_int(key + stream * GOLDEN) for stream in Stream}
 
-    def _hash(self, stream: Stream, positions: torch.Tensor) -> torch.Tensor:
-        return _mix(positions * _signed(GOLDEN) + _signed(self._keys[stream]))
+    def _hashes(self, stream: Stream, positions: Sequence[int]) -> NDArray[np.uint64]:
+        key = self._keys[stream]
+        return np.array([_mix_int(key + position * GOLDEN) for position in positions], dtype=np.uint64)
 
-    def uniform(self, stream: Stream, positions: torch.Tensor) -> torch.Tensor:
-        """One number in (0, 1) a position: float64, the shape of ``positions`` (int64)."""
-        return _to_unit(_mix(self._hash(stream, positions)))
+    def uniform(self, stream: Stream, positions: Sequence[int]) -> NDArray[np.float64]:
+        """One number in (0, 1) a position."""
+        return _to_unit(_mix(self._hashes(stream, positions)))
 
-    def gumbel(self, stream: Stream, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """−log(−log U) for each token id: positions [R], ids [R, n] int64 → float64 [R, n]."""
-        keyed = self._hash(stream, positions)[:, None] + (ids + 1) * _signed(GOLDEN)
-        return -torch.log(-torch.log(_to_unit(_mix(keyed))))
+    def gumbel(self, stream: Stream, positions: Sequence[int], ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        """−log(−log U) for R positions and their token ids [R, n]: [R, n]."""
+        words = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
+        keyed = _mix(self._hashes(stream, positions)[:, None] + words)
+        noise: NDArray[np.float64] = -np.log(-np.log(_to_unit(keyed)))
+        return noise
 
 
-def _to_unit(bits: torch.Tensor) -> torch.Tensor:
-    """The upper 52 bits as the middle of one of 2^52 equal cells of (0, 1), float64."""
-    return (_shift(bits, 12).double() + 0.5) * 2.0**-52
+def _to_unit(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """The upper 52 bits as the middle of one of 2^52 equal cells of (0, 1)."""
+    unit: NDArray[np.float64] = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return unit

@@ -32,18 +32,19 @@ def one_hot(tokens: torch.Tensor, dtype: torch.dtype) -> Candidates:
 
 
 def accept(
-    rule: DraftSampling, target: Candidates, drafts: Drafts, noise: KeyedNoise, positions: torch.Tensor
+    rule: DraftSampling, target: Candidates, drafts: Drafts, noise: KeyedNoise, positions: range
 ) -> list[int]:
     """The tokens this round delivers: the accepted drafts and one more, 1..k + 1 in all.
 
-    target: k + 1 rows; row i is p at output position ``positions[i]`` (int64 [k + 1]).
+    target: k + 1 rows; row i is p at output position ``positions[i]``.
     """
     if rule == DraftSampling.token_matching:
         return _match(target, drafts, noise, positions)
     count = len(drafts.tokens)
     p = target.rows(count).prob_of(drafts.tokens[:, None])[:, 0]
     q = drafts.q.prob_of(drafts.tokens[:, None])[:, 0]
-    passed = noise.uniform(Stream.accept, positions[:count]) * q < p
+    uniform = torch.from_numpy(noise.uniform(Stream.accept, positions[:count])).to(p.device)
+    passed = uniform * q < p
     n = int(passed.long().cumprod(0).sum())
     row, at = target.row(n), positions[n : n + 1]
     if n == count:
@@ -58,7 +59,7 @@ def accept(
     return [*drafts.tokens[:n].tolist(), int(last)]
 
 
-def _match(target: Candidates, drafts: Drafts, noise: KeyedNoise, positions: torch.Tensor) -> list[int]:
+def _match(target: Candidates, drafts: Drafts, noise: KeyedNoise, positions: range) -> list[int]:
     """Draw every row's token from p first; deliver them up to the first that is not its draft."""
     drawn = sample(target, noise, Stream.target, positions)
     n = int((drawn[:-1] == drafts.tokens).long().cumprod(0).sum())

@@ -12,7 +12,7 @@ from sm70lab.schema import Route
 class Opaque(Enum):
     """What one opaque ``torch.library`` operator holds; the compiler traces the rest of the layer."""
 
-    nothing = "nothing"  # no operator at all: the reference
+    nothing = "nothing"  # no operator at all: eager routes and the reference
     core = "core"
     layer = "layer"  # input projection, core and output projection together
 
@@ -33,19 +33,16 @@ def resolve(route: Route) -> Boundary:
     | (none: split) | traced | opaque | traced |
     | full_forward | one opaque operator | ← | ← |
     | spec_core_003 | traced, mixed_qkv made contiguous | opaque | traced |
-    | draft_tokens = 0 (no_mtp) | no operator | no operator (opaque when compiled) | no operator |
+
+    Without ``compile`` nothing is traced, so there is no boundary: the stages are plain calls.
     """
     if route.full_forward and route.spec_core_003:
         raise UsageError(
             "route.full_forward=true and route.spec_core_003=true contradict each other: the first hides the "
             "whole GDN layer behind one operator, the second only its core; set one of them"
         )
-    if route.full_forward:
-        return Boundary(Opaque.layer, contiguous_qkv=False)
-    if route.spec_core_003:
-        return Boundary(Opaque.core, contiguous_qkv=True)
-    control = route.draft_tokens == 0 and not route.compile
-    return Boundary(Opaque.nothing if control else Opaque.core, contiguous_qkv=False)
+    opaque = Opaque.layer if route.full_forward else Opaque.core
+    return Boundary(opaque if route.compile else Opaque.nothing, contiguous_qkv=route.spec_core_003)
 
 
 REFERENCE = Boundary(Opaque.nothing, contiguous_qkv=False)

@@ -8,6 +8,7 @@ likely first: 20 numbers a row under the official sampling instead of a vocabula
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,12 +68,13 @@ def truncate(logits: torch.Tensor, sampling: Sampling, top_p: bool = True) -> Ca
 
 
 def sample(
-    candidates: Candidates, noise: KeyedNoise, stream: Stream, positions: torch.Tensor
+    candidates: Candidates, noise: KeyedNoise, stream: Stream, positions: Sequence[int]
 ) -> torch.Tensor:
-    """Gumbel-max: argmax(log p + g) is a draw from p (Gumbel 1954). positions [R] → tokens [R]."""
+    """Gumbel-max: argmax(log p + g) is a draw from p (Gumbel 1954). R positions → tokens [R]."""
     if candidates.ids.shape[-1] == 1:
         return candidates.ids[:, 0]
-    scores = candidates.probs.double().log() + noise.gumbel(stream, positions, candidates.ids)
+    gumbel = torch.from_numpy(noise.gumbel(stream, positions, candidates.ids.cpu().numpy()))
+    scores = candidates.probs.double().log() + gumbel.to(candidates.probs.device)
     return candidates.ids.gather(-1, scores.argmax(-1, keepdim=True))[:, 0]
 
 

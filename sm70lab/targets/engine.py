@@ -12,6 +12,7 @@ from sm70lab.engine.decoder import Decoder
 from sm70lab.engine.loading import Source, find
 from sm70lab.engine.model import HybridModel
 from sm70lab.engine.noise import KeyedNoise
+from sm70lab.engine.routes import resolve
 from sm70lab.engine.stopping import Delivery
 from sm70lab.errors import NonFiniteError, UsageError
 from sm70lab.schema import ExperimentConfig, Generation, ModelDtype, Prompt, Round, TokenScores
@@ -80,6 +81,7 @@ class EngineTarget:
             "dtype": self.config.model.dtype.value,
             "device": str(self.device),
             "threads": torch.get_num_threads(),
+            "opaque": resolve(self.config.route).opaque.value,
             "compile_seconds": self._compile_seconds,
             "trained_positions": self.source.arch.max_position_embeddings,
         }

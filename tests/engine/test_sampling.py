@@ -37,13 +37,13 @@ def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
 @pytest.mark.parametrize("stream", list(Stream))
 def test_noise_is_uniform_and_its_neighbours_are_independent(stream: Stream) -> None:
     noise = KeyedNoise(20260620, 0, 0)
-    positions = torch.arange(40_000)
-    u = noise.uniform(stream, positions).numpy()
+    positions = range(40_000)
+    u = noise.uniform(stream, positions)
     assert stats.kstest(u, "uniform").pvalue > P_LIMIT
-    others = [noise.uniform(s, positions).numpy() for s in Stream if s != stream]
-    others += [np.roll(u, 1), KeyedNoise(20260621, 0, 0).uniform(stream, positions).numpy()]
-    others += [KeyedNoise(20260620, 1, 0).uniform(stream, positions).numpy()]
-    others += [KeyedNoise(20260620, 0, 1).uniform(stream, positions).numpy()]
+    others = [noise.uniform(s, positions) for s in Stream if s != stream]
+    others += [np.roll(u, 1), KeyedNoise(20260621, 0, 0).uniform(stream, positions)]
+    others += [KeyedNoise(20260620, 1, 0).uniform(stream, positions)]
+    others += [KeyedNoise(20260620, 0, 1).uniform(stream, positions)]
     for other in others:
         grid = np.histogram2d(u, other, bins=10)[0].ravel()
         assert stats.chisquare(grid).pvalue > P_LIMIT
@@ -51,7 +51,7 @@ def test_noise_is_uniform_and_its_neighbours_are_independent(stream: Stream) -> 
 
 def test_gumbel_noise_has_its_distribution_over_ids_and_positions() -> None:
     noise = KeyedNoise(7, 0, 0)
-    g = noise.gumbel(Stream.target, torch.arange(200), torch.arange(200).expand(200, 200)).numpy()
+    g = noise.gumbel(Stream.target, range(200), np.tile(np.arange(200), (200, 1)))
     assert stats.kstest(g.ravel(), "gumbel_r").pvalue > P_LIMIT
     assert abs(np.corrcoef(g[:, :-1].ravel(), g[:, 1:].ravel())[0, 1]) < 0.02
     assert abs(np.corrcoef(g[:-1].ravel(), g[1:].ravel())[0, 1]) < 0.02
@@ -108,7 +108,7 @@ def test_every_position_of_a_round_is_a_draw_from_the_target(s: Sampling, rule: 
     counts = np.zeros((4, 6))
     for repeat in range(5_000):
         noise = KeyedNoise(5, 0, repeat)
-        positions = torch.arange(4)
+        positions = range(4)
         drafts = Drafts(sample(q, noise, Stream.draft, positions[:3]), q)
         for i, token in enumerate(accept(rule, target, drafts, noise, positions)):
             counts[i, token] += 1
@@ -126,11 +126,9 @@ def test_a_wrongly_reported_draft_distribution_is_noticed() -> None:
     counts = np.zeros(3)
     for repeat in range(4000):
         noise = KeyedNoise(5, 0, repeat)
-        draft = sample(drawn, noise, Stream.draft, torch.tensor([0]))
+        draft = sample(drawn, noise, Stream.draft, range(1))
         target = Candidates(ids.expand(2, 3), p.expand(2, 3))
-        counts[
-            accept(DraftSampling.probabilistic, target, Drafts(draft, reported), noise, torch.arange(2))[0]
-        ] += 1
+        counts[accept(DraftSampling.probabilistic, target, Drafts(draft, reported), noise, range(2))[0]] += 1
     assert chi_square(counts, p[0].numpy()) < P_LIMIT
 
 

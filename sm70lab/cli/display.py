@@ -148,17 +148,8 @@ class Rich(Plain):
 
     def verdict(self, outcome: Outcome) -> None:
         self.live.stop()
-        result = outcome.result
-        kind = result["verdict"]["kind"]
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="bold", no_wrap=True)
-        grid.add_column(overflow="fold")
-        for name, line, style in panel_lines(outcome):
-            grid.add_row(name, Text(line, style=style))
-        title = Text.assemble((f"  {kind.upper().replace('_', ' ')}  ", VERDICT_STYLE[kind]))
-        about = f"{result['experiment']}  {result['route']}  seed {result['seed']}"
         self.out.soft_wrap = False
-        self.out.print(Panel(grid, title=title, subtitle=about, title_align="left", subtitle_align="right"))
+        self.out.print(verdict_panel(outcome))
 
 
 def make_display(mode: DisplayMode) -> Silent:
@@ -169,6 +160,20 @@ def make_display(mode: DisplayMode) -> Silent:
         return Quiet()
     console = Console(stderr=True)
     return Rich() if console.is_terminal and Console().is_terminal else Plain()
+
+
+def verdict_panel(outcome: Outcome) -> Panel:
+    """The verdict in large, its evidence, speed and record below."""
+    result = outcome.result
+    kind = result["verdict"]["kind"]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, line, style in panel_lines(outcome):
+        grid.add_row(name, Text(line, style=style))
+    title = Text.assemble((f"  {kind.upper().replace('_', ' ')}  ", VERDICT_STYLE[kind]))
+    about = f"{result['experiment']}  {result['route']}  seed {result['seed']}"
+    return Panel(grid, title=title, subtitle=about, title_align="left", subtitle_align="right")
 
 
 def panel_lines(outcome: Outcome) -> list[tuple[str, str, str]]:

@@ -187,6 +187,10 @@ def panel_lines(outcome: Outcome) -> list[tuple[str, str, str]]:
     if outcome.skipped:
         when = result["finished"][:16].replace("T", " ")
         lines.append(("skipped", f"finished {when} UTC; run it again with force=true", "yellow"))
+    reached, trained = (result["loaded"].get(key, 0) for key in ("positions", "trained_positions"))
+    if reached > trained:
+        far = f"outputs may reach position {reached:,}; the model was trained to {trained:,}"
+        lines.append(("note", far, "yellow"))
     lines.append(("record", str(folder), ""))
     if outcome.pending is not None:
         lines.append(("mlflow", f"pending: {outcome.pending}; send it with: sm70lab sync", "yellow"))

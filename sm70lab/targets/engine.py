@@ -83,6 +83,7 @@ class EngineTarget:
             "threads": torch.get_num_threads(),
             "opaque": resolve(self.config.route).opaque.value,
             "compile_seconds": self._compile_seconds,
+            "positions": self._capacity,
             "trained_positions": self.source.arch.max_position_embeddings,
         }
 

@@ -27,6 +27,7 @@ class DraftSampling(str, Enum):
     greedy = "greedy"  # drafts are the draft head's argmax; rejection with a one-hot q
     probabilistic = "probabilistic"  # drafts drawn from q; rejection with the true q
     token_matching = "token_matching"  # target tokens drawn first; a draft passes if equal
+    coupled = "coupled"  # the same, and drafts are drawn from q with the target's own noise
 
 
 class Proposal(str, Enum):

@@ -17,6 +17,9 @@ from sm70lab.engine.state import StateStore
 from sm70lab.errors import NonFiniteError
 from sm70lab.schema import DraftSampling, Proposal, Route, Sampling, StateDtype
 
+# Which noise draws the drafts; modes that are not here draft the draft head's argmax.
+DRAFT_STREAM = {DraftSampling.probabilistic: Stream.draft, DraftSampling.coupled: Stream.target}
+
 
 @dataclass
 class Step:
@@ -128,7 +131,7 @@ class Decoder:
         if not self.k:
             none = torch.empty(0, dtype=torch.int64, device=self.model.device)
             return Drafts(none, one_hot(none, torch.float32))
-        sampled = self.route.draft_sampling == DraftSampling.probabilistic and self.sampling.temperature > 0
+        stream = DRAFT_STREAM.get(self.route.draft_sampling) if self.sampling.temperature > 0 else None
         count = self._hidden.shape[1]
         tokens = torch.tensor([self.output[-count:]], device=self.model.device)
         start = torch.tensor([self.store.position[0] - count], device=self.model.device)
@@ -141,10 +144,10 @@ class Decoder:
                 start = start + 1
                 hidden = self.model.draft(chosen[-1][None], hidden, start, self.mtp_kv, self.boundary)
             logits = self.model.logits(hidden[:, 0])
-            if sampled:
+            if stream is not None:
                 q = truncate(logits, self.sampling, top_p=self.route.proposal == Proposal.top_k_top_p)
                 chosen.append(
-                    sample(q, self.noise, Stream.draft, range(len(self.output) + i, len(self.output) + i + 1))
+                    sample(q, self.noise, stream, range(len(self.output) + i, len(self.output) + i + 1))
                 )
             else:
                 chosen.append(logits.argmax(-1))

@@ -38,7 +38,7 @@ def accept(
 
     target: k + 1 rows; row i is p at output position ``positions[i]``.
     """
-    if rule == DraftSampling.token_matching:
+    if rule in (DraftSampling.token_matching, DraftSampling.coupled):
         return _match(target, drafts, noise, positions)
     count = len(drafts.tokens)
     p = target.rows(count).prob_of(drafts.tokens[:, None])[:, 0]
@@ -60,7 +60,13 @@ def accept(
 
 
 def _match(target: Candidates, drafts: Drafts, noise: KeyedNoise, positions: range) -> list[int]:
-    """Draw every row's token from p first; deliver them up to the first that is not its draft."""
+    """Draw every row's token from p first; deliver them up to the first that is not its draft.
+
+    The noise of a draw is keyed by its position, so these are the tokens that the no-draft run
+    draws, whatever was drafted. A coupled draft is drawn from q with that same noise (drafter-
+    invariant speculative decoding; Daliri, Musco and Suresh 2024): the closer q is to p, the more
+    often both pick the same token, at least (1 − TV)/(1 + TV) of the time.
+    """
     drawn = sample(target, noise, Stream.target, positions)
     n = int((drawn[:-1] == drafts.tokens).long().cumprod(0).sum())
     drawn_list: list[int] = drawn[: n + 1].tolist()

@@ -40,7 +40,7 @@ def test_prompts_around_the_row_count_and_the_block_edge(length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling", [DraftSampling.probabilistic, DraftSampling.greedy, DraftSampling.token_matching]
+    "sampling", [DraftSampling.probabilistic, DraftSampling.greedy, DraftSampling.coupled]
 )
 def test_state_equals_replay_after_every_round_of_a_sampled_run(sampling: DraftSampling) -> None:
     m, ids = tiny.model(), tiny.prompt(13)
@@ -52,13 +52,12 @@ def test_state_equals_replay_after_every_round_of_a_sampled_run(sampling: DraftS
                 assert_states(d.store.snapshot(), tiny.replayed(m, ids + d.output[:-1]), 1e-11)
 
 
-def test_token_matching_gives_the_no_draft_tokens_at_any_temperature() -> None:
+@pytest.mark.parametrize("mode", [DraftSampling.token_matching, DraftSampling.coupled])
+def test_keyed_noise_gives_the_no_draft_tokens_at_any_temperature(mode: DraftSampling) -> None:
     m, ids = tiny.model(), tiny.prompt(13)
     wanted = tiny.decode(tiny.decoder(m, tiny.route(0), ids, OFFICIAL), 200)
     for k in (1, 3, 8):
-        found = tiny.decode(
-            tiny.decoder(m, tiny.route(k, "replay", DraftSampling.token_matching), ids, OFFICIAL), 200
-        )
+        found = tiny.decode(tiny.decoder(m, tiny.route(k, "replay", mode), ids, OFFICIAL), 200)
         assert found == wanted
 
 

@@ -34,8 +34,9 @@ class Candidates:
 
     def prob_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """Probability of ``tokens`` [R, m] under each row, zero outside the candidates: [R, m]."""
-        found = self.ids[:, None, :] == tokens[:, :, None]
-        return (found * self.probs[:, None, :]).sum(-1)
+        size = int(torch.maximum(self.ids.max(), tokens.max())) + 1
+        dense = self.probs.new_zeros(len(self.ids), size).scatter_(1, self.ids, self.probs)
+        return dense.gather(1, tokens)
 
 
 def concatenate(rows: list[Candidates]) -> Candidates:

@@ -137,6 +137,18 @@ def test_probability_of_a_token_outside_the_candidates_is_zero() -> None:
     assert c.prob_of(torch.tensor([[1, 3, 0]])).tolist() == [[0.25, 0.75, 0.0]]
 
 
+def test_rejection_over_a_whole_large_vocabulary_needs_no_square_of_it() -> None:
+    """Without top-k the candidates are the vocabulary: 200,000 squared would not fit any memory."""
+    size = 200_000
+    g = torch.Generator().manual_seed(1)
+    s = Sampling(temperature=1.0, top_p=1.0, top_k=0)
+    target, q = (truncate(torch.randn(n, size, generator=g), s) for n in (2, 1))
+    for repeat in range(5):
+        noise = KeyedNoise(1, 0, repeat)
+        drafts = Drafts(sample(q, noise, Stream.draft, range(1)), q)
+        assert 1 <= len(accept(DraftSampling.probabilistic, target, drafts, noise, range(2))) <= 2
+
+
 def run_text(
     sampling: Sampling, tokens: int = 60, k: int = 3, stop_ids: frozenset[int] = frozenset()
 ) -> list[int]:

@@ -41,6 +41,8 @@ def accept(
     if rule in (DraftSampling.token_matching, DraftSampling.coupled):
         return _match(target, drafts, noise, positions)
     count = len(drafts.tokens)
+    if not count:
+        return sample(target, noise, Stream.target, positions).tolist()
     p = target.rows(count).prob_of(drafts.tokens[:, None])[:, 0]
     q = drafts.q.prob_of(drafts.tokens[:, None])[:, 0]
     uniform = torch.from_numpy(noise.uniform(Stream.accept, positions[:count])).to(p.device)

@@ -11,5 +11,11 @@ class UsageError(Exception):
 class NonFiniteError(Exception):
     """The model produced NaN or infinite logits: nothing of that round is delivered.
 
-    The message names the first layer whose output is not finite, and the round.
+    The message names the first layer whose output is not finite, and the round. ``from_scratch``:
+    a run of the same tokens from an empty state is not finite either, so the weights or the
+    element type are at fault and not the route's state.
     """
+
+    def __init__(self, message: str, from_scratch: bool) -> None:
+        super().__init__(message)
+        self.from_scratch = from_scratch

@@ -232,7 +232,9 @@ class Generation:
     seed: int
     token_ids: list[int]
     text: str
-    finish_reason: str  # stop, length, interrupted, non_finite (NaN logits; ``note`` says where)
+    # stop, length, interrupted; on NaN logits non_finite (the kept state is damaged) or
+    # model_non_finite (the model overflows from scratch too): ``note`` says where
+    finish_reason: str
     rounds: list[Round]
     prefill_seconds: float
     decode_seconds: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,8 +145,13 @@ def _check(arch: Architecture, source: str) -> None:
     for name in ("vocab_size", "hidden_size", *attention, *gdn):
         if getattr(arch, name) < 1:
             raise UsageError(f"{source}: sizes must be positive; {name} is {getattr(arch, name)}")
+    inside = all(isinstance(i, int) and 0 <= i < arch.vocab_size for i in arch.eos_token_ids)
     rules = (
         (bool(arch.layer_types), "num_hidden_layers must be positive"),
+        (arch.vocab_size >= 2, "vocab_size must be at least 2"),
+        (inside, f"eos_token_id must be ids below vocab_size, found {list(arch.eos_token_ids)}"),
+        (0 < arch.rms_norm_eps < 1, "rms_norm_eps must be between 0 and 1"),
+        (0 < arch.rope_theta < math.inf, "rope_theta must be positive"),
         (
             arch.num_heads % arch.num_kv_heads == 0,
             "num_attention_heads must be a multiple of num_key_value_heads",
@@ -175,7 +181,7 @@ def _eos_ids(text: dict[str, Any]) -> tuple[int, ...]:
     ids: list[int] = []
     for value in (text.get("eos_token_id"), text.get("generation_eos_token_id")):
         ids += value if isinstance(value, list) else [value] if value is not None else []
-    return tuple(sorted(set(ids)))
+    return tuple(sorted(set(ids), key=str))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -159,20 +159,20 @@ class Decoder:
         """Target logits [T, V] of hidden [1, T, H]; raises ``NonFiniteError``."""
         logits = self.model.logits(hidden[0])
         if not bool(torch.isfinite(logits.sum())):
-            raise NonFiniteError(
-                f"logits are not finite in round {self.rounds} after {len(self.output)} tokens: "
-                f"{self._locate()}"
+            layer = self._first_non_finite_layer()
+            where = (
+                "a from-scratch replay is finite, so the kept state is damaged"
+                if layer is None
+                else f"first in layer {layer} ({self.model.arch.layer_types[layer]}), also from scratch"
             )
+            message = f"logits are not finite in round {self.rounds} after {len(self.output)} tokens: {where}"
+            raise NonFiniteError(message, from_scratch=layer is not None)
         return logits
 
-    def _locate(self) -> str:
-        """Name the first layer that is not finite, by running the committed tokens from scratch."""
+    def _first_non_finite_layer(self) -> int | None:
+        """The first layer that is not finite when the tokens so far run from scratch."""
         ids = torch.tensor([self.prompt_ids + self.output], device=self.model.device)
-        fresh = StateStore(
-            self.model.arch, self.store.scheme, self.store.compute_dtype, self.model.dtype, ids.device
-        )
+        kept = self.store.compute_dtype
+        fresh = StateStore(self.model.arch, self.store.scheme, kept, self.model.dtype, ids.device)
         kv = KVCache(self.model.arch, len(self.kv.layers), ids.shape[1], self.model.dtype, ids.device)
-        layer = self.model.first_non_finite_layer(ids, fresh, kv)
-        if layer is None:
-            return "a from-scratch replay is finite, so the kept state is damaged"
-        return f"first in layer {layer} ({self.model.arch.layer_types[layer]})"
+        return self.model.first_non_finite_layer(ids, fresh, kv)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from sm70lab.engine.noise import KeyedNoise, Stream
+from sm70lab.errors import UsageError
 from sm70lab.schema import Sampling
 
 
@@ -102,6 +103,7 @@ class LogitsRules:
         """Logits [R, V] whose row r predicts output token ``position + r`` after ``pending[:r]``.
 
         Repetition counts prompt and output, presence and frequency only output, as servers do.
+        Raises ``UsageError`` where nothing is left to draw.
         """
         s = self.sampling
         short = max(0, min(len(logits), s.min_tokens - position)) if self.stop_ids else 0
@@ -124,4 +126,9 @@ class LogitsRules:
             logits[:, s.banned_ids] = -torch.inf
         if short:
             logits[:short, self.stop_ids] = -torch.inf
+        if not bool(torch.isfinite(logits.amax(-1)).all()):
+            raise UsageError(
+                f"sampling: penalties and bans leave no token at output position {position} or in the round "
+                f"after it; loosen sampling.banned_ids, min_tokens or the penalties"
+            )
         return logits

@@ -45,9 +45,12 @@ class TokenizerText:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise UsageError(f"{path}: not a usable tokenizer ({error})") from error
-        size = self.tokenizer.get_vocab_size(with_added_tokens=True)
-        if not LEAST_COVERAGE * vocab_size <= size <= vocab_size:
-            raise UsageError(f"{path}: {size} tokens do not fit vocab_size {vocab_size} of config.json")
+        ids = self.tokenizer.get_vocab(with_added_tokens=True).values()
+        if len(ids) < LEAST_COVERAGE * vocab_size or max(ids, default=0) >= vocab_size:
+            raise UsageError(
+                f"{path}: {len(ids)} tokens up to id {max(ids, default=0)} do not fit "
+                f"vocab_size {vocab_size} of config.json"
+            )
         self.template = _chat_template(folder)
 
     def encode(self, text: str) -> list[int]:

@@ -223,7 +223,7 @@ def evidence(generations: Sequence[Generation], gate: Gate, draft_tokens: int) -
     parts = [w for g in generations for w in windows(g, gate.window_tokens)]
     faults = [fault for g in generations for fault in accounting(g, draft_tokens)]
     found = _findings(total, parts, faults)
-    metrics = _metrics(generations, total)
+    metrics = _metrics(total)
     details = {"findings": found, "windows": _series(parts), "accounting": faults}
     if draft_tokens == 0 and not total.tested:
         line = "no drafts" + (f"; {found['accounting']}" if faults else "")
@@ -239,13 +239,12 @@ def evidence(generations: Sequence[Generation], gate: Gate, draft_tokens: int) -
     return Evidence("acceptance", status, line, metrics, details)
 
 
-def _metrics(generations: Sequence[Generation], total: Pooled) -> dict[str, float]:
-    tokens = sum(len(g.token_ids) for g in generations)
+def _metrics(total: Pooled) -> dict[str, float]:
     values = {f"rate_{i}": rate for i, rate in enumerate(total.rates, 1)}
     values |= {
         "rounds": float(total.rounds),
         "rounds_per_second": total.rounds_per_second,
-        "tokens_per_second": _ratio(tokens, sum(g.decode_seconds for g in generations)),
+        "tokens_per_second": total.tokens_per_second,
     }
     if total.tested:
         values["acceptance_length"] = total.acceptance_length

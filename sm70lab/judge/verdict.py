@@ -2,7 +2,8 @@
 
 | audit | text (shape or acceptance bad) | run | verdict |
 |---|---|---|---|
-| any | any | logits not finite | route_fault |
+| any | any | logits not finite, from scratch finite | route_fault |
+| any | any | logits not finite, from scratch too | model_degenerate |
 | bad | any | any | route_fault |
 | ok, every token | bad | any | model_degenerate |
 | none, or unknown | bad | any | inconclusive: an audit is needed |
@@ -21,6 +22,8 @@ from dataclasses import dataclass, replace
 from sm70lab.judge import acceptance, audit, text_shape
 from sm70lab.judge.audit import Tolerance
 from sm70lab.schema import Evidence, Gate, Generation, Status, TokenScores, Verdict, VerdictKind
+
+NON_FINITE = {"non_finite": VerdictKind.route_fault, "model_non_finite": VerdictKind.model_degenerate}
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,10 @@ def judge(
 def _decide(
     generations: Sequence[Generation], shape: Evidence, accept: Evidence, checked: Evidence, scored: bool
 ) -> tuple[VerdictKind, str]:
-    broken = next((g for g in generations if g.finish_reason == "non_finite"), None)
-    if broken is not None:
-        return VerdictKind.route_fault, f"{broken.key}: {broken.note}"
+    for finish, kind in NON_FINITE.items():
+        broken = next((g for g in generations if g.finish_reason == finish), None)
+        if broken is not None:
+            return kind, f"{broken.key}: {broken.note}"
     if not any(g.token_ids for g in generations):
         return VerdictKind.inconclusive, "nothing was generated"
     if checked.status is Status.bad:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 
+import psutil
 import torch
 
 from sm70lab.engine import reference
-from sm70lab.engine.decoder import Decoder
+from sm70lab.engine.decoder import Decoder, state_dtype
 from sm70lab.engine.loading import Source, find
 from sm70lab.engine.model import HybridModel
 from sm70lab.engine.noise import KeyedNoise
@@ -19,6 +21,8 @@ from sm70lab.schema import ExperimentConfig, Generation, ModelDtype, Prompt, Rou
 from sm70lab.targets.base import OnProgress, Progress
 
 PROGRESS_SECONDS = 0.2
+WARM_UP_STEPS = 3
+GIB = 1 << 30
 
 
 class EngineTarget:
@@ -37,6 +41,12 @@ class EngineTarget:
                 f"route.draft_tokens={config.route.draft_tokens}: this model has no MTP head "
                 "(mtp_num_hidden_layers is 0 or missing in config.json); use route=no_mtp"
             )
+        dtype: torch.dtype = getattr(torch, config.model.dtype.value)
+        if state_dtype(config.route, dtype).itemsize > torch.promote_types(dtype, torch.float32).itemsize:
+            raise UsageError(
+                f"route.state.dtype={config.route.state.dtype.value}: wider than the arithmetic of "
+                f"model.dtype={config.model.dtype.value}; use auto"
+            )
         for name in ("banned_ids", "stop_ids"):
             outside = [i for i in getattr(config.sampling, name) if not 0 <= i < arch.vocab_size]
             if outside:
@@ -53,17 +63,37 @@ class EngineTarget:
         """Read the weights. Raises ``UsageError`` for damaged files."""
         if self.config.target.threads:
             torch.set_num_threads(self.config.target.threads)
+        rows = self.config.route.draft_tokens + 1
+        self._positions = max(len(p.token_ids) + p.max_tokens for p in self.prompts())
+        self._capacity = max(self._positions + rows, 1 + WARM_UP_STEPS * rows)
+        self._check_memory()
         self.model = self.source.build(self.config.model.dtype, self.device)
-        self._capacity = (
-            max(len(p.token_ids) + p.max_tokens for p in self.prompts()) + self.config.route.draft_tokens + 1
-        )
-        self._compile_seconds = 0.0
+        started = time.perf_counter()
         if self.config.route.compile:
             self.model.compile_rounds()
-            started = time.perf_counter()
-            for _ in zip(range(3), self._decoder([0], KeyedNoise(0, 0, 0)).steps(), strict=False):
-                pass  # the first rounds compile; outside the timed region
-            self._compile_seconds = time.perf_counter() - started
+            # The first rounds compile, outside the timed region. NaN logits are the run's to report.
+            with contextlib.suppress(NonFiniteError):
+                for _ in zip(
+                    range(WARM_UP_STEPS), self._decoder([0], KeyedNoise(0, 0, 0)).steps(), strict=False
+                ):
+                    pass
+        self._compile_seconds = time.perf_counter() - started
+
+    def _check_memory(self) -> None:
+        """Refuse a KV cache that cannot fit before anything is read."""
+        arch = self.source.arch
+        layers = arch.layer_types.count("full_attention") + arch.mtp_layers
+        item = torch.empty(0, dtype=getattr(torch, self.config.model.dtype.value)).element_size()
+        needed = self._capacity * layers * 2 * arch.num_kv_heads * arch.head_dim * item
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0]
+        else:
+            free = psutil.virtual_memory().available
+        if needed > free:
+            raise UsageError(
+                f"workload.max_tokens: a KV cache for {self._positions:,} positions needs "
+                f"{needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free; ask for fewer tokens"
+            )
 
     def _decoder(self, prompt_ids: list[int], noise: KeyedNoise) -> Decoder:
         """One capacity for all prompts: a compiled round is made for its shapes."""
@@ -83,7 +113,7 @@ class EngineTarget:
             "threads": torch.get_num_threads(),
             "opaque": resolve(self.config.route).opaque.value,
             "compile_seconds": self._compile_seconds,
-            "positions": self._capacity,
+            "positions": self._positions,
             "trained_positions": self.source.arch.max_position_embeddings,
         }
 
@@ -145,7 +175,8 @@ class EngineTarget:
         except KeyboardInterrupt:
             delivery.finish_reason = "interrupted"
         except NonFiniteError as error:
-            delivery.finish_reason, note = "non_finite", str(error)
+            delivery.finish_reason = "model_non_finite" if error.from_scratch else "non_finite"
+            note = str(error)
         return Generation(
             prompt=prompt,
             repeat=repeat,

@@ -9,9 +9,12 @@ from scipy import stats
 
 from sm70lab.engine import reference
 from sm70lab.engine.kv_cache import KVCache
+from sm70lab.engine.loading import find
 from sm70lab.engine.sampling import LogitsRules
 from sm70lab.engine.state import StateStore
-from sm70lab.schema import Sampling
+from sm70lab.errors import UsageError
+from sm70lab.judge import audit
+from sm70lab.schema import Gate, Generation, ModelDtype, ModelSpec, Prompt, Sampling, Status
 from tests.engine import tiny
 from tests.engine.test_sampling import truncated
 
@@ -95,3 +98,26 @@ def test_which_cut_a_token_violates() -> None:
     np.testing.assert_allclose(greedy["cut_gap"].numpy(), [2.0, 3.0])
     banned = reference._score_rows(torch.tensor([[1.0, -torch.inf]]), torch.tensor([1]), OFFICIAL)
     assert banned["cut_rule"].tolist() == [4] and banned["cut_gap"].tolist() == [torch.inf]
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.1])
+def test_tokens_that_nobody_would_draw_are_unlikely_not_excused(temperature: float) -> None:
+    """Without cuts every token is in the support; one in e^-700 must not look like a false zero."""
+    s = Sampling(temperature=temperature, top_p=1.0, top_k=0)
+    ids = np.random.default_rng(1).integers(0, 64, 200).tolist()
+    scores = reference.score(tiny.model(), tiny.prompt(9), ids, s, frozenset())
+    assert scores.in_support.all()
+    assert np.isfinite(scores.logprob).all()
+    prompt = Prompt(0, "random", "", tiny.prompt(9), 200)
+    generation = Generation(prompt, 0, 1, ids, "", "length", [], 0.0, 1.0)
+    found = audit.evidence([generation], [scores], Gate(), greedy=False, tolerance=audit.FLOAT32)
+    assert found.status is Status.bad
+    assert found.metrics["z"] < -5
+
+
+def test_a_reference_that_is_not_finite_judges_nothing() -> None:
+    m = find(ModelSpec(name="random", shape=tiny.SHAPE)).build(ModelDtype.float32, tiny.CPU)
+    with torch.inference_mode():
+        m.norm[0] = torch.nan
+    with pytest.raises(UsageError, match="the reference's logits are not finite"):
+        reference.score(m, tiny.prompt(9), [1, 2, 3], OFFICIAL, frozenset())

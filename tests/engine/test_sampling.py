@@ -10,6 +10,7 @@ from scipy import stats
 from sm70lab.engine.noise import KeyedNoise, Stream
 from sm70lab.engine.rejection import Drafts, accept, one_hot
 from sm70lab.engine.sampling import Candidates, LogitsRules, sample, truncate
+from sm70lab.errors import UsageError
 from sm70lab.schema import DraftSampling, Sampling
 from tests.engine import tiny
 from tests.engine.assertions import assert_close
@@ -195,3 +196,10 @@ def test_min_tokens_bans_end_tokens_row_by_row() -> None:
     out = run_text(Sampling(temperature=1.0, min_tokens=30), tokens=60, stop_ids=stop)
     assert not stop & set(out[:30])
     assert stop & set(out[30:])
+
+
+def test_rules_that_leave_nothing_to_draw_are_an_error() -> None:
+    with pytest.raises(UsageError, match="leave no token at output position 0"):
+        run_text(Sampling(temperature=1.0, banned_ids=list(range(64))))
+    with pytest.raises(UsageError, match="leave no token"):
+        run_text(Sampling(temperature=0.0, min_tokens=5), stop_ids=frozenset(range(64)))

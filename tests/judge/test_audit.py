@@ -242,3 +242,16 @@ def test_greedy_tie_of_three(rule: str, gap: float, status: Status, draw: Any, g
     generation.token_ids[50] += 1
     scores = change(scores, 50, rank=2, top2_margin=1e-4, cut_rule=rule, cut_gap=gap)
     assert check([(generation, scores)], gate, greedy=True).status is status
+
+
+@pytest.mark.parametrize(("edges", "status"), [(4, Status.ok), (47, Status.bad)])
+def test_many_tokens_at_the_edge_are_not_rounding(edges: int, status: Status, draw: Any, gate: Gate) -> None:
+    """A nucleus of 0.99 instead of 0.95 puts 47 of 2,000 tokens within bfloat16's tolerance."""
+    generation, scores = draw(3, 2000)
+    outside = np.zeros(2000, dtype=bool)
+    outside[:: 2000 // edges][:edges] = True
+    rule = np.where(outside, "top_p", "")
+    scores = replace(scores, in_support=~outside, cut_rule=rule, cut_gap=np.where(outside, 0.02, 0.0))
+    found = audit.evidence([generation], [scores], gate, greedy=False, tolerance=audit.BFLOAT16)
+    assert found.status is status
+    assert found.metrics["violations"] == 0

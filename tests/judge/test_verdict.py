@@ -28,7 +28,7 @@ def case(draw: Any) -> Any:
     ) -> tuple[Generation, TokenScores | None]:
         generation, scores = draw(3, 40 if audited == "short" else count)
         generation.text, generation.finish_reason = text, finish
-        generation.note = "logits are not finite in round 9" if finish == "non_finite" else ""
+        generation.note = "logits are not finite in round 9" if "non_finite" in finish else ""
         generation.rounds = [Round(i, 4, 3, 4, 0.1) for i in range(0, len(generation.token_ids), 4)]
         if audited == "bad":
             scores = replace(scores, logprob=scores.logprob + 1.0)
@@ -45,6 +45,7 @@ def case(draw: Any) -> Any:
         ("bad", GOOD_TEXT, "interrupted", VerdictKind.route_fault, "z ="),
         ("ok", GOOD_TEXT, "non_finite", VerdictKind.route_fault, "in round 9"),
         ("none", GOOD_TEXT, "non_finite", VerdictKind.route_fault, "in round 9"),
+        ("ok", GOOD_TEXT, "model_non_finite", VerdictKind.model_degenerate, "in round 9"),
         ("ok", LOOP_TEXT, "length", VerdictKind.model_degenerate, "all 400 tokens"),
         ("ok", LOOP_TEXT, "interrupted", VerdictKind.model_degenerate, "all 400 tokens"),
         ("none", LOOP_TEXT, "length", INCONCLUSIVE, "an audit must say whose fault"),

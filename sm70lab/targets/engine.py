@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-import psutil
 import torch
 
 from sm70lab.engine import reference
@@ -88,6 +87,8 @@ class EngineTarget:
         if self.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.device)[0]
         else:
+            import psutil
+
             free = psutil.virtual_memory().available
         if needed > free:
             raise UsageError(

@@ -41,6 +41,7 @@ def _store_by_columns(model: HybridModel) -> None:
         for name, matrix in module.named_buffers(recurse=False):
             if matrix.ndim == 2 and name in COLUMN_MAJOR:
                 setattr(module, name, matrix.t().contiguous().t())
+    model.head = model.head.t().contiguous().t()  # a copy of its own where it is tied: rows are looked up
 
 
 def find(spec: ModelSpec) -> Source:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 
 import torch
 
 from sm70lab.engine import reference
+from sm70lab.engine.architecture import expected_tensors
 from sm70lab.engine.decoder import Decoder, state_dtype
 from sm70lab.engine.loading import Source, find
 from sm70lab.engine.model import HybridModel
@@ -104,11 +106,11 @@ class EngineTarget:
         )
 
     def describe(self) -> dict[str, str | int | float]:
-        """Facts for the record; parameters and bytes count the tensors in memory."""
-        buffers = {b.data_ptr(): b for b in self.model.buffers()}.values()
+        """Facts for the record; parameters and bytes count the checkpoint's tensors, in the run's dtype."""
+        parameters = sum(math.prod(shape) for shape in expected_tensors(self.source.arch).values())
         return {
-            "parameters": sum(b.numel() for b in buffers),
-            "weight_bytes": sum(b.numel() * b.element_size() for b in buffers),
+            "parameters": parameters,
+            "weight_bytes": parameters * self.model.dtype.itemsize,
             "dtype": self.config.model.dtype.value,
             "device": str(self.device),
             "threads": torch.get_num_threads(),

@@ -38,7 +38,7 @@ def main() -> None:
     target.load()
     arch = target.source.arch
     layers = arch.layer_types.count("full_attention") + arch.mtp_layers
-    per_token = layers * 2 * arch.num_kv_heads * arch.head_dim * 4 / MIB
+    per_token = layers * 2 * arch.num_kv_heads * arch.head_dim * target.model.dtype.itemsize / MIB
     process = psutil.Process()
     table = Table("output tokens", "resident MiB", "KV written MiB", "resident − KV MiB")
     marks = [options.tokens * i // 10 for i in range(1, 11)]

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import importlib
-import signal
-import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from sm70lab.config import without_password
+from sm70lab.addresses import without_password
 from sm70lab.errors import UsageError
 from sm70lab.schema import ExperimentConfig, Generation, Prompt, TokenScores, Verdict
+from sm70lab.stop_signals import Interrupted, StopSignals
 from sm70lab.targets.base import Progress, Target
 from sm70lab.tracking import result as results
 from sm70lab.tracking.fingerprint import fingerprint, model_hash
+from sm70lab.tracking.marker import Heartbeat, foreign
 from sm70lab.tracking.run_folder import (
     FIGURES,
     RunFolder,
@@ -57,51 +58,6 @@ class Outcome:
     exit_code: int
     skipped: bool = False  # this fingerprint was finished before; the record is the earlier one
     pending: str | None = None  # why MLflow has yet to get the record
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM, after the record is safe."""
-
-    def __init__(self, what: str, exit_code: int) -> None:
-        super().__init__(what)
-        self.exit_code = exit_code
-
-
-class StopSignals:
-    """While active, SIGTERM ends a run as Ctrl-C does, and which of them came is known.
-
-    A second signal gets the system's own treatment: the process ends at once, and the next run
-    closes the folder. Signals that the parent ignores stay ignored.
-    """
-
-    def __init__(self) -> None:
-        self.signal = signal.SIGINT
-        self._before: dict[signal.Signals, Any] = {}
-
-    @property
-    def what(self) -> str:
-        return "Ctrl-C" if self.signal == signal.SIGINT else self.signal.name
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.signal
-
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():  # Python takes handlers nowhere else
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._stop)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _stop(self, number: int, frame: object) -> None:
-        self.signal = signal.Signals(number)
-        for each in self._before:
-            signal.signal(each, signal.SIG_DFL)
-        raise KeyboardInterrupt
 
 
 @dataclass
@@ -154,8 +110,16 @@ def _run_experiment(
     _refuse_twin(config, mark)
     _close_dead(config, observer)
     run = _Run(config, mark, weights, RunFolder.claim(config, mark), observer)
+    with Heartbeat(run.folder.running):
+        return _run_claimed(run, earlier, build, stop)
+
+
+def _run_claimed(
+    run: _Run, earlier: RunFolder | None, build: Callable[[ExperimentConfig], Target], stop: StopSignals
+) -> Outcome:
+    config = run.config
     try:
-        _refuse_twin(config, mark, own=run.folder)
+        _refuse_twin(config, run.fingerprint, own=run.folder)
         verdict = _generate_and_judge(run, build(config))
         result = _record(run, verdict, earlier)
     except KeyboardInterrupt:
@@ -173,9 +137,9 @@ def _run_experiment(
     try:
         pending = _tell_mlflow(run)
     except KeyboardInterrupt:
-        run.folder.finish()  # the record is whole; MLFLOW_PENDING says what is left to do
         raise Interrupted(stop.what, stop.exit_code) from None
-    run.folder.finish()
+    finally:
+        run.folder.finish()  # the record is whole; MLFLOW_PENDING says what is left to do
     return Outcome(result, run.folder.path, results.exit_code(result), pending=pending)
 
 
@@ -229,11 +193,17 @@ def _record(run: _Run, verdict: Verdict, earlier: RunFolder | None) -> dict[str,
     write_figures(run.folder.path / FIGURES, run.generations, verdict, run.scores)
     result = run.result(verdict)
     if earlier is not None:
-        result["reproduces"] = results.compare_tokens(
-            earlier.path.name, earlier.token_ids(), run.folder.token_ids()
-        )
+        result["reproduces"] = _reproduces(run, earlier)
     run.folder.save_result(result, results.summary(result))
     return result
+
+
+def _reproduces(run: _Run, earlier: RunFolder) -> dict[str, Any]:
+    now = {generation.key: generation.token_ids for generation in run.generations}
+    try:
+        return results.compare_tokens(earlier.path.name, earlier.token_ids(), now)
+    except UsageError as error:  # the earlier record is damaged: no reason to lose this one
+        return results.not_compared(earlier.path.name, str(error))
 
 
 def _keep_interrupted(run: _Run, what: str, trace: str | None = None) -> None:
@@ -253,20 +223,33 @@ def _keep_interrupted(run: _Run, what: str, trace: str | None = None) -> None:
 
 
 def _tell_mlflow(run: _Run) -> str | None:
-    """Send this run, and whatever else is pending. Returns why it could not be sent, if so."""
-    tracking = run.config.tracking
-    if not tracking.mlflow:
+    """Send this run, and whatever else is pending. Returns why it could not be sent, if so.
+
+    Raises nothing but ``KeyboardInterrupt``: whatever MLflow does, the record is whole.
+    """
+    if not run.config.tracking.mlflow:
         return None
+    try:
+        reason = _send_to_mlflow(run)
+    except Exception as error:
+        reason = without_password(f"{type(error).__name__}: {error}")
+        with suppress(UsageError):  # a full disk is heard of when DONE is written
+            run.folder.set_pending(reason)
+    if reason is not None:
+        run.observer.note(f"MLflow: {reason}; {run.folder} is complete, send it later: sm70lab sync")
+    return reason
+
+
+def _send_to_mlflow(run: _Run) -> str | None:
     from sm70lab.tracking import mlflow_store
 
+    tracking = run.config.tracking
     run.observer.stage(f"sending to {without_password(mlflow_store.store_uri(tracking))}")
     reason = mlflow_store.record(run.folder, tracking)
     if reason is None:
         for folder, failed in mlflow_store.send_pending(tracking):
             if failed is not None:
                 run.observer.note(f"{folder} stays pending: {failed}")
-    if reason is not None:
-        run.observer.note(f"MLflow: {reason}; {run.folder} is complete, send it later: sm70lab sync")
     return reason
 
 
@@ -277,9 +260,10 @@ def _refuse_twin(config: ExperimentConfig, mark: str, own: RunFolder | None = No
             return
         owner = folder.owner()
         if owner is not None and not folder.done:
+            gone = f", or if that process is gone delete {folder}/RUNNING" if foreign(owner) else ""
             raise UsageError(
-                f"{folder}: this run is going on as process {owner['pid']} on {owner['host']}; "
-                f"wait for it, or change seed or name"
+                f"{folder}: this run is going on as process {owner.get('pid')} on {owner.get('host')}; "
+                f"wait for it, or change seed or name{gone}"
             )
 
 

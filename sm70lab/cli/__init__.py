@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 
 from sm70lab import __version__
+from sm70lab.addresses import without_password
+from sm70lab.cli.streams import tolerant_streams
 from sm70lab.errors import UsageError
 from sm70lab.schema import EXIT_USAGE
 
@@ -24,6 +25,11 @@ def entry() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line and return its exit code: 0 pass, 1 fault, 2 usage, 3 inconclusive."""
+    with tolerant_streams():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str]) -> int:
     try:
         return _dispatch(list(arguments))
     except UsageError as error:
@@ -33,14 +39,11 @@ def main(arguments: Sequence[str]) -> int:
         return EXIT_USAGE
     except KeyboardInterrupt as interrupt:
         return int(getattr(interrupt, "exit_code", INTERRUPTED))
-    except BrokenPipeError:  # the reader (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message without line breaks."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """An error's message without line breaks and without the passwords of addresses in it."""
+    return without_password(" ".join(str(error).split())) or type(error).__name__
 
 
 def _dispatch(arguments: list[str]) -> int:

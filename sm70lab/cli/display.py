@@ -25,6 +25,7 @@ VERDICT_STYLE = {
     "model_degenerate": "bold black on yellow",
     "inconclusive": "bold white on blue",
 }
+REPRODUCES_STYLE = {True: "green", False: "bold white on red", None: "yellow"}
 STATUS_STYLE = {"ok": "green", "bad": "red", "warn": "yellow", "unknown": "blue"}
 
 
@@ -183,7 +184,7 @@ def panel_lines(outcome: Outcome) -> list[tuple[str, str, str]]:
     lines += [(kind, line, STATUS_STYLE[status]) for kind, status, line in results.evidence_lines(result)]
     lines.append(("speed", results.speed_line(result), "" if result["speed"]["valid"] else "dim"))
     if (line := results.reproduces_line(result)) is not None:
-        lines.append(("reproduces", line, "green" if result["reproduces"]["equal"] else "bold white on red"))
+        lines.append(("reproduces", line, REPRODUCES_STYLE[result["reproduces"]["equal"]]))
     if outcome.skipped:
         when = result["finished"][:16].replace("T", " ")
         lines.append(("skipped", f"finished {when} UTC; run it again with force=true", "yellow"))

@@ -16,12 +16,16 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from sm70lab.addresses import without_password
 from sm70lab.cli import one_line
 from sm70lab.cli.options import parse
 from sm70lab.cli.overrides import check_overrides, expand_model_path
-from sm70lab.config import VERSION_BASE, conf_dir, explain, register_schema, to_config, without_password
+from sm70lab.cli.streams import tolerant_streams
+from sm70lab.config import VERSION_BASE, conf_dir, explain, register_schema, to_config
 from sm70lab.errors import UsageError
+from sm70lab.raw_text import raw_override, shown_override
 from sm70lab.schema import EXIT_USAGE, Display
+from sm70lab.tracking.atomic import finite
 
 OUTCOME = "outcome.json"  # a job's word to the process that started the sweep, whichever launcher ran it
 SEVERITY = (0, 3, 1, 2)  # exit codes from good to bad: a sweep returns the worst
@@ -32,6 +36,7 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     overrides = expand_model_path(options.overrides, options.multirun)
     folders = [conf_dir(), *([options.config_dir] if options.config_dir else [])]
+    overrides = [raw_override(override) for override in overrides]
     check_overrides(overrides, folders, options.multirun)
     if options.shows_something:
         _hydra([*options.flags, *overrides])
@@ -47,7 +52,8 @@ def job(node: DictConfig) -> float:
 
     Returns tok/s of a passing run, else 0: what an optimising sweeper maximises.
     """
-    outcome = {"display": node.display.name, **_run(node)}
+    with tolerant_streams():  # a launcher may have brought the job into a process of its own
+        outcome = {"display": node.display.name, **_run(node)}
     folder = Path(HydraConfig.get().runtime.output_dir)
     (folder / OUTCOME).write_text(json.dumps(outcome), encoding="utf-8")
     speed = (outcome.get("result") or {}).get("speed") or {}
@@ -57,7 +63,7 @@ def job(node: DictConfig) -> float:
 def _run(node: DictConfig) -> dict[str, Any]:
     given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     assert isinstance(given, list)
-    overrides = [without_password(str(override)) for override in given]
+    overrides = [without_password(shown_override(str(override))) for override in given]
     try:
         config = to_config(node)
         from sm70lab.cli.display import make_display
@@ -70,7 +76,7 @@ def _run(node: DictConfig) -> dict[str, Any]:
         print(f"sm70lab: {one_line(error)}", file=sys.stderr)
         return {"overrides": overrides, "exit_code": EXIT_USAGE, "error": one_line(error)}
     except (Exception, SystemExit) as error:
-        traceback.print_exc()
+        print(without_password(traceback.format_exc()), end="", file=sys.stderr)
         print(f"sm70lab: this is a fault of sm70lab itself: {one_line(error)}", file=sys.stderr)
         what = f"{type(error).__name__}: {one_line(error)}"
         return {"overrides": overrides, "exit_code": EXIT_USAGE, "error": what}
@@ -87,7 +93,7 @@ def _run(node: DictConfig) -> dict[str, Any]:
 def _finish(outcomes: list[dict[str, Any]], multirun: bool) -> int:
     code = max((o["exit_code"] for o in outcomes), key=SEVERITY.index, default=EXIT_USAGE)
     if any(o.pop("display") == Display.json.name for o in outcomes):
-        print(json.dumps({"exit_code": code, "runs": outcomes} if multirun else outcomes[0]))
+        print(json.dumps(finite({"exit_code": code, "runs": outcomes} if multirun else outcomes[0])))
     elif multirun:
         from sm70lab.cli.display import print_sweep
 

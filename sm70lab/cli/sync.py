@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from sm70lab.addresses import without_password
 from sm70lab.cli.simple import parse
-from sm70lab.config import without_password
 from sm70lab.schema import EXIT_USAGE, Display
 
 HELP = """sm70lab sync [tracking.uri=http://…] [tracking.runs_dir=runs] [--json]
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     code = EXIT_USAGE if failed else 0
     uri = without_password(mlflow_store.store_uri(config.tracking))
     if config.display == Display.json:
-        print(json.dumps({"exit_code": code, "uri": uri, "runs": rows}))
+        print(json.dumps({"exit_code": code, "uri": uri, "runs": rows}, allow_nan=False))
     elif rows:
         print(f"{len(rows) - failed} sent to {uri}" + (f", {failed} pending" if failed else ""))
     else:

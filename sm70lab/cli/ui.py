@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from sm70lab.addresses import without_password
 from sm70lab.cli.simple import SimpleOptions, parse
 from sm70lab.errors import UsageError
 from sm70lab.schema import Display
@@ -37,12 +38,12 @@ def main(arguments: list[str]) -> int:
     tracking = options.config.tracking
     uri = mlflow_store.store_uri(tracking)
     if uri.startswith("http"):
-        _announce(options, uri, None)
+        _announce(options, without_password(uri), None)
         return 0
     port = _free_port(options.own.get("port", str(PORT)))
     if tracking.uri is None and not Path(tracking.runs_dir, "mlflow.db").exists():
         raise UsageError(f"tracking.runs_dir={tracking.runs_dir}: no MLflow store there; run an experiment")
-    from sm70lab.experiment import StopSignals
+    from sm70lab.stop_signals import StopSignals
 
     with StopSignals(), tempfile.TemporaryDirectory(prefix="sm70lab-ui-") as scratch:
         return _serve(options, uri, port, Path(scratch))

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sm70lab.config import without_password
+from sm70lab.addresses import without_password
+from sm70lab.raw_text import shown_override
 
 PACKAGES = (
     "sm70lab",
@@ -109,7 +110,7 @@ def describe() -> dict[str, Any]:
         "cpu": {"name": cpu_name(), "cores": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total},
         "gpus": [vars(gpu) for gpu in gpus()],
         "driver": _driver(),
-        "command": [without_password(word) for word in sys.argv if not word.startswith("hydra.")],
+        "command": [without_password(shown_override(w)) for w in sys.argv if not w.startswith("hydra.")],
     }
 
 

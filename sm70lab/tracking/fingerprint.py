@@ -6,12 +6,14 @@ import hashlib
 import json
 from pathlib import Path
 
-from sm70lab.config import RANDOM_MODELS, plain
+from sm70lab.config import plain
+from sm70lab.config_checks import RANDOM_MODELS
 from sm70lab.errors import UsageError
 from sm70lab.schema import ExperimentConfig, ModelSpec
 from sm70lab.tracking.environment import cpu_name, gpus, package_versions
 
 NOT_COUNTED = ("display", "tracking", "force")  # they change what is shown and kept, not what is run
+COUNTED_PACKAGES = ("torch", "triton", "numpy", "tokenizers")
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 WHOLE_BYTES = 1 << 30  # a larger file is sampled
 SAMPLES = 256
@@ -32,7 +34,7 @@ def fingerprint(config: ExperimentConfig, model: str) -> str:
         "config": resolved,
         "model": model,
         "code": code_revision(),
-        "packages": {name: versions.get(name) for name in ("torch", "triton")},
+        "packages": {name: versions.get(name) for name in COUNTED_PACKAGES},
         "hardware": hardware(config.target.device),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -62,8 +64,8 @@ def model_hash(model: ModelSpec) -> str:
         digest.update(json.dumps([plain(model.shape), model.seed, model.dtype.name], sort_keys=True).encode())
         return digest.hexdigest()
     try:
-        for file in sorted(file for pattern in MODEL_FILES for file in folder.glob(pattern)):
-            digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+        for file in _model_files(folder):
+            digest.update(f"{file.relative_to(folder).as_posix()}:{file.stat().st_size}:".encode())
             _add_file(digest, file)
     except OSError as error:
         raise UsageError(f"{folder}: cannot be read ({error.strerror})") from error
@@ -95,6 +97,17 @@ def _model_folder(model: ModelSpec) -> Path | None:
     if not (folder / "config.json").is_file():
         raise UsageError("model=web: not part of this installation; set model=/a/folder or model=tiny")
     return folder
+
+
+def _model_files(folder: Path) -> list[Path]:
+    """The folder's own files, and weights that its index names in folders below."""
+    found = {file for pattern in MODEL_FILES for file in folder.glob(pattern)}
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        named = {folder / name for name in index["weight_map"].values()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        named = set()  # no index, or one that loading will complain of
+    return sorted(found | {file for file in named if file.is_file()})
 
 
 def _add_file(digest: hashlib._Hash, file: Path) -> None:

@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from filelock import FileLock, Timeout
-from omegaconf import OmegaConf
 
-from sm70lab.config import without_password
+from sm70lab.addresses import split_address, without_password
+from sm70lab.errors import UsageError
+from sm70lab.raw_text import load_yaml
 from sm70lab.schema import Tracking
 from sm70lab.tracking import mlflow_rows, tables
 from sm70lab.tracking.run_folder import (
@@ -63,8 +63,9 @@ def record(folder: RunFolder, tracking: Tracking) -> str | None:
         reach(tracking)
         _send_locked(folder, tracking)
     except StoreError as error:
-        folder.set_pending(str(error))
-        return str(error)
+        reason = without_password(str(error))
+        folder.set_pending(reason)
+        return reason
     return None
 
 
@@ -75,14 +76,18 @@ def send_pending(tracking: Tracking) -> Iterator[tuple[RunFolder, str | None]]:
     """
     for folder in all_runs(Path(tracking.runs_dir)):
         if folder.pending and folder.owner() is None:
-            folder.close_dead()
-            yield folder, record(folder, tracking)
+            try:
+                folder.close_dead()
+                reason = record(folder, tracking)
+            except UsageError as error:  # this folder cannot be written: no reason to leave the others
+                reason = str(error)
+            yield folder, reason
 
 
 def reach(tracking: Tracking) -> None:
     """Find out within ``timeout_s`` whether a server answers. Raises ``StoreError``."""
     uri = store_uri(tracking)
-    parts = urlsplit(uri)
+    parts = split_address(uri)
     if parts.hostname is None:
         return
     try:
@@ -117,6 +122,9 @@ def _send_locked(folder: RunFolder, tracking: Tracking) -> None:
                 folder.clear_pending()
     except Timeout as error:
         raise StoreError(f"another process has held {error.lock_file} for {LOCK_SECONDS:.0f} s") from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise StoreError(f"{tracking.runs_dir}/.mlflow.lock cannot be used ({reason})") from error
 
 
 def _send(folder: RunFolder, tracking: Tracking) -> None:
@@ -137,7 +145,7 @@ def _send(folder: RunFolder, tracking: Tracking) -> None:
 def _send_with(client: Any, folder: RunFolder, tracking: Tracking) -> None:
     from mlflow.entities import Metric, Param, RunTag
 
-    config: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(folder.path / CONFIG))  # type: ignore[assignment]
+    config: dict[str, Any] = load_yaml(folder.path / CONFIG)
     environment = _read_json(folder.path / ENVIRONMENT)
     result = folder.result() or _killed(folder, config, environment["started"])
     name = f"{config['name']}/{folder.path.name}"

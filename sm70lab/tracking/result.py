@@ -79,6 +79,11 @@ def compare_tokens(name: str, earlier: dict[str, list[int]], now: dict[str, list
     return {"run": name, "equal": True, "first_difference": None}
 
 
+def not_compared(name: str, reason: str) -> dict[str, Any]:
+    """A repeated run beside an earlier record that cannot be read: nothing is known, neither way."""
+    return {"run": name, "equal": None, "first_difference": None, "reason": reason}
+
+
 def evidence_lines(result: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(kind, status, line) of each evidence, in order."""
     return [(e["kind"], e["status"], e["line"]) for e in result["verdict"]["evidence"]]
@@ -105,6 +110,8 @@ def reproduces_line(result: dict[str, Any]) -> str | None:
     found = result["reproduces"]
     if found is None:
         return None
+    if found["equal"] is None:
+        return f"unknown against {found['run']}: {found['reason']}"
     if found["equal"]:
         return f"the same tokens as {found['run']}"
     return f"NOT the tokens of {found['run']}: first difference at {found['first_difference']}"
@@ -149,8 +156,12 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
     }
 
 
+def token_hash(token_ids: Sequence[int]) -> str:
+    """SHA-256 of an output, as ``result.json`` keeps it."""
+    return hashlib.sha256(json.dumps([int(i) for i in token_ids]).encode()).hexdigest()
+
+
 def _generation(generation: Generation) -> dict[str, Any]:
-    ids = json.dumps([int(i) for i in generation.token_ids])
     return {
         "key": generation.key,
         "prompt": generation.prompt.name,
@@ -164,6 +175,6 @@ def _generation(generation: Generation) -> dict[str, Any]:
         "finish_reason": generation.finish_reason,
         "prefill_seconds": generation.prefill_seconds,
         "decode_seconds": generation.decode_seconds,
-        "token_ids_sha256": hashlib.sha256(ids.encode()).hexdigest(),
+        "token_ids_sha256": token_hash(generation.token_ids),
         "note": generation.note,
     }

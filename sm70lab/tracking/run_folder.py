@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import platform
 import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from sm70lab.config import plain, without_password
+from sm70lab.addresses import without_password
+from sm70lab.config import plain
 from sm70lab.errors import UsageError
+from sm70lab.raw_text import dump_yaml
 from sm70lab.schema import ExperimentConfig, Generation, TokenScores
 from sm70lab.tracking import environment, tables
 from sm70lab.tracking.atomic import disk_error, write_json, write_text
+from sm70lab.tracking.marker import live_owner, now, this_process
+from sm70lab.tracking.result import token_hash
 
 DONE = "DONE"
 RUNNING = "RUNNING"
@@ -60,13 +60,13 @@ class RunFolder:
             staging = Path(tempfile.mkdtemp(prefix=".new-", dir=parent))
             staging.chmod(0o755)
         except FileExistsError as error:
-            raise UsageError(f"{parent}: a file is in the way; set tracking.runs_dir or name") from error
+            raise _in_the_way(parent) from error
         except OSError as error:
             raise disk_error(parent / "run", error) from error
         try:
-            write_json(staging / RUNNING, _this_process())
+            write_json(staging / RUNNING, this_process())
             write_text(staging / CONFIG, _config_yaml(config))
-            identity = {"uid": uuid.uuid4().hex, "started": _now()}
+            identity = {"uid": uuid.uuid4().hex, "started": now()}
             write_json(staging / ENVIRONMENT, {**identity, **environment.describe()})
             for name in (GENERATIONS, FIGURES):
                 (staging / name).mkdir()
@@ -76,15 +76,16 @@ class RunFolder:
             raise
 
     def finish(self) -> None:
-        """The record is whole: ``RUNNING`` goes, ``DONE`` comes."""
+        """The record is whole: ``DONE`` comes, then ``RUNNING`` goes, so one of them is always there."""
+        if not self.done:
+            write_text(self._marker(DONE), now() + "\n")
         self._marker(RUNNING).unlink(missing_ok=True)
-        write_text(self._marker(DONE), _now() + "\n")
 
     def interrupt(self, what: str, traceback: str | None = None) -> None:
         """The run ended early: say by what and when, keep what is there."""
         if traceback is not None:
-            write_text(self.path / "error.txt", traceback)
-        write_json(self._marker(INTERRUPTED), {"what": what, "when": _now()})
+            write_text(self.path / "error.txt", without_password(traceback))
+        write_json(self._marker(INTERRUPTED), {"what": without_password(what), "when": now()})
         self._marker(RUNNING).unlink(missing_ok=True)
 
     def discard(self) -> None:
@@ -100,25 +101,26 @@ class RunFolder:
         return value
 
     @property
+    def running(self) -> Path:
+        """The marker of a process at work."""
+        return self._marker(RUNNING)
+
+    @property
     def done(self) -> bool:
         return self._marker(DONE).exists()
 
     def owner(self) -> dict[str, Any] | None:
-        """The live process that writes here, or None. One on another machine counts as live."""
-        try:
-            process: dict[str, Any] = json.loads(self._marker(RUNNING).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return process if process.get("host") != platform.node() or _alive(process) else None
+        """The live process that writes here, or None; see ``marker.live_owner``."""
+        return live_owner(self.running)
 
     def close_dead(self) -> bool:
         """Close a run whose process is gone. True where there was one.
 
         A whole result makes it a finished run (it died while MLflow was told), else an interrupted one.
         """
-        if not self._marker(RUNNING).exists() or self.owner() is not None:
+        if not self.running.exists() or self.owner() is not None:
             return False
-        if (self.result() or {}).get("status") == "finished":
+        if self.done or (self.result() or {}).get("status") == "finished":
             self.finish()
         else:
             self.interrupt("killed: its process is gone")
@@ -161,14 +163,19 @@ class RunFolder:
         return value if isinstance(value, dict) else None
 
     def token_ids(self) -> dict[str, list[int]]:
-        """Generation key → token ids. Raises ``UsageError`` for a damaged file."""
-        found = {}
+        """Generation key → token ids. Raises ``UsageError`` for files that do not fit the result."""
+        found: dict[str, list[int]] = {}
         for file in sorted((self.path / GENERATIONS).glob("*.tokens.json")):
             key = file.name.removesuffix(".tokens.json")
             try:
-                found[key] = json.loads(file.read_text(encoding="utf-8"))["token_ids"]
-            except (OSError, ValueError, KeyError) as error:
-                raise UsageError(f"{file}: damaged ({error}); move this run's folder away") from error
+                found[key] = [int(i) for i in json.loads(file.read_text(encoding="utf-8"))["token_ids"]]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise UsageError(f"{file}: damaged ({error})") from error
+        for generation in (self.result() or {}).get("generations", []):
+            key, recorded = generation["key"], generation["token_ids_sha256"]
+            if key not in found or token_hash(found[key]) != recorded:
+                what = "damaged (not the tokens of result.json)" if key in found else "missing"
+                raise UsageError(f"{self.path / GENERATIONS / key}.tokens.json: {what}")
         return found
 
     # ----------------------------------------------------------------- MLflow
@@ -180,7 +187,7 @@ class RunFolder:
 
     def set_pending(self, reason: str) -> None:
         """Leave word that MLflow has yet to get this run."""
-        write_json(self._marker(MLFLOW_PENDING), {"reason": reason, "since": _now()})
+        write_json(self._marker(MLFLOW_PENDING), {"reason": without_password(reason), "since": now()})
 
     def clear_pending(self) -> None:
         """MLflow has this run."""
@@ -215,7 +222,8 @@ def same_runs(config: ExperimentConfig, fingerprint: str) -> list[RunFolder]:
 def finished_run(config: ExperimentConfig, fingerprint: str) -> RunFolder | None:
     """The earliest finished run of exactly this fingerprint."""
     for folder in same_runs(config, fingerprint):
-        if folder.done and (folder.result() or {}).get("fingerprint") == fingerprint:
+        result = folder.result() or {}
+        if folder.done and result.get("fingerprint") == fingerprint and result.get("verdict"):
             return folder
     return None
 
@@ -246,36 +254,19 @@ def _rename_to_free(staging: Path, parent: Path, name: str) -> Path:
         number += 1
 
 
+def _in_the_way(folder: Path) -> UsageError:
+    """What stands where ``folder`` or a folder above it should be."""
+    found = next(path for path in (folder, *folder.parents) if path.is_symlink() or path.exists())
+    if found.is_symlink() and not found.exists():
+        target = found.readlink()
+        return UsageError(
+            f"{found}: a link to {target}, which is not there; make it, or set tracking.runs_dir"
+        )
+    return UsageError(f"{found}: a file is in the way; set tracking.runs_dir or name")
+
+
 def _config_yaml(config: ExperimentConfig) -> str:
     resolved = plain(config)
     if resolved["tracking"]["uri"]:
         resolved["tracking"]["uri"] = without_password(resolved["tracking"]["uri"])
-    return OmegaConf.to_yaml(OmegaConf.create(resolved))
-
-
-def _this_process() -> dict[str, Any]:
-    import psutil
-
-    process = psutil.Process()
-    return {
-        "pid": process.pid,
-        "host": platform.node(),
-        "created": process.create_time(),
-        "started": _now(),
-    }
-
-
-def _alive(process: dict[str, Any]) -> bool:
-    """Whether the same process still runs: a pid alone may have been given to another."""
-    import psutil
-
-    try:
-        found = psutil.Process(int(process["pid"]))
-        same = abs(found.create_time() - float(process["created"])) < 1
-        return same and bool(found.status() != psutil.STATUS_ZOMBIE)
-    except (psutil.Error, KeyError, ValueError, TypeError):
-        return False
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return dump_yaml(resolved)

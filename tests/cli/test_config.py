@@ -20,7 +20,9 @@ CHOICES = [(group, choice) for group, choices in GROUPS.items() for choice in ch
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=[f"{g}={c}" for g, c in CHOICES])
 def test_every_choice_composes(group: str, choice: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    folder = [f"model.path={tmp_path}"] if choice in ("checkpoint", "fixed_quality4") else []
+    folder = (
+        ["model=checkpoint", f"model.path={tmp_path}"] if choice in ("checkpoint", "fixed_quality4") else []
+    )
     config = compose([f"{group}={choice}", *folder])
     assert isinstance(config, ExperimentConfig)
     if group in ("route", "workload", "model", "target", "gate"):

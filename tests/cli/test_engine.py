@@ -19,6 +19,15 @@ def test_a_run_and_its_repetition(lab: Lab) -> None:
     assert again["result"]["reproduces"]["equal"] is True
 
 
+def test_the_no_draft_run(lab: Lab) -> None:
+    done = lab.run(*TINY, "route=no_mtp", "display=json", engine=True)
+    result = json.loads(done.stdout)["result"]
+    assert done.returncode in (0, 3), done.stderr
+    assert result["verdict"]["kind"] in ("pass", "inconclusive")
+    assert (result["route"], result["draft_tokens"]) == ("no_mtp", 0)
+    assert [g["tokens"] for g in result["generations"]] == [80, 80]
+
+
 def test_ctrl_c(lab: Lab) -> None:
     run = lab.start(*TINY, "workload.max_tokens=6000", engine=True)
     lab.wait_for("RUNNING")

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from sm70lab.config import compose, without_password
+from sm70lab.addresses import without_password
+from sm70lab.config import compose
 from sm70lab.errors import UsageError
 from sm70lab.schema import Generation, Prompt, Round
 from sm70lab.tracking import atomic, mlflow_rows, tables
@@ -81,7 +82,7 @@ def test_folders_are_claimed_once_and_numbered(tmp_path: Path) -> None:
     assert [f.path for f in same_runs(config, mark)] == [first.path, second.path]
     assert first.owner() is not None
     assert finished_run(config, mark) is None
-    first.save_result({"fingerprint": mark, "status": "finished"}, "")
+    first.save_result({"fingerprint": mark, "status": "finished", "verdict": {"kind": "pass"}}, "")
     first.finish()
     found = finished_run(config, mark)
     assert found is not None

@@ -102,8 +102,9 @@ class HybridModel(nn.Module):
         )
         self.norm = nn.Buffer(1 + weights.read("model.norm.weight").to(wide))
         self.frequencies = nn.Buffer(inverse_frequencies(arch.rotary_dim, arch.rope_theta))
-        tied = arch.tie_word_embeddings
-        self.head: torch.Tensor = self.embedding if tied else nn.Buffer(weights.read("lm_head.weight").to(dtype))
+        self.head: torch.Tensor = self.embedding
+        if not arch.tie_word_embeddings:
+            self.head = nn.Buffer(weights.read("lm_head.weight").to(dtype))
         self.mtp = MTPHead(arch, weights, dtype) if arch.mtp_layers else None
         self._round_forward = self.forward
 

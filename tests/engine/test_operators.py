@@ -46,6 +46,7 @@ def test_opcheck(scheme: str, prefill_room: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("flags", [{}, {"full_forward": True}, {"spec_core_003": True}])
 def test_a_compiled_round_gives_the_eager_tokens(flags: dict[str, bool]) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # inductor has its own allocations

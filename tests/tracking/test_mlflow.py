@@ -18,7 +18,10 @@ import pytest
 from lab import Lab
 
 FAST = ("experiment=tiny", "name=t", "workload.max_tokens=1200")
-pytestmark = pytest.mark.timeout(400)  # real stores and servers, on machines that may be busy
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(400),
+]  # real stores and servers, on machines that may be busy
 
 
 def client(uri: str) -> Any:

@@ -21,6 +21,8 @@ from sm70lab.tracking.fingerprint import fingerprint, model_hash
 from sm70lab.tracking.marker import Heartbeat
 from sm70lab.tracking.run_folder import RunFolder, dead_runs, finished_run
 
+pytestmark = pytest.mark.long
+
 FAST = ("experiment=tiny", "name=t", "workload.max_tokens=120")
 OFF = (*FAST, "tracking=off")
 MARK = "0123456789abcdef"

@@ -175,7 +175,7 @@ class StateStore:
         self._prefill = False
 
     def begin(self, rows: int, prefill: bool) -> None:
-        """Open a round of at most ``self.rows`` verify rows, or a prefill chunk of any length."""
+        """Open a round of ``self.rows`` verify rows, or a prefill chunk of any length."""
         if self._open_rows:
             raise RuntimeError(f"a round of {self._open_rows} rows is still open; commit it first")
         if not prefill and rows != self.rows:

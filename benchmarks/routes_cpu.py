@@ -1,17 +1,24 @@
-"""Every route on the embedded model, on this CPU, next to transformers' greedy decode in the same run.
+"""Every route on the embedded model, on this CPU, next to other engines in the same run.
 
     python -m benchmarks.routes_cpu [--tokens 1000] [--repeats 3] [--threads 1] [--out FILE.json]
+    python -m benchmarks.routes_cpu --compile --llama-server DIR/build/bin/llama-server
 
 Routes are interleaved over the repeats, so that a busy neighbour hits all of them alike; the
-median over repeats is printed. Speeds are of one machine at one time: compare ratios within a run.
+median over repeats is printed. ``--compile`` adds each route compiled, with the seconds of the first
+compilation and of one with a warm inductor cache, each in a process of its own. transformers
+decodes greedily with its cache; llama.cpp too (``recipes/peers`` builds its server), plain and with
+its own MTP drafts. Speeds are of one machine at one time: compare ratios within a run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
-import time
+import subprocess
+import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,19 +26,33 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import peers_cpu
 from sm70lab.config import compose
-from sm70lab.engine.loading import EMBEDDED
-from sm70lab.schema import ExperimentConfig
 from sm70lab.targets.engine import EngineTarget
 from sm70lab.tracking.environment import cpu_name
 
+BASE = "no_mtp"
+PEERS = ("transformers, greedy", "llama.cpp, greedy", "llama.cpp with MTP, greedy")
 ROUTES = {
-    "no_mtp": ["route=no_mtp"],
-    "split, replay": ["route=split"],
-    "split, slots": ["route=split", "route.state.scheme=slots"],
+    BASE: ["route=no_mtp"],
+    "split": ["route=split"],
+    "context_core": ["route=context_core"],
+    "input_projection": ["route=input_projection"],
+    "output_projection": ["route=output_projection"],
+    "input_core": ["route=input_core"],
     "full_forward": ["route=full_forward"],
     "spec_core_003": ["route=spec_core_003"],
-    "spec_core_003, token_matching": ["route=spec_core_003", "route.draft_sampling=token_matching"],
+}
+VARIANTS = {
+    "split, slots": ["route=split", "route.state.scheme=slots"],
+    "split, snapshot": ["route=split", "route.state.scheme=snapshot"],
+    "split, fold": ["route=split", "route.state.scheme=fold"],
+    "split, coupled": ["route=split", "route.draft_sampling=coupled"],
+    "split, shortlist": ["route=split", "route.draft_head=shortlist"],
+    "split, int8 head": ["route=split", "route.draft_head=int8"],
+    "split, greedy": ["route=split", "sampling=greedy"],
+    "split, plain kernels": ["route=split", "target.kernels=plain"],
+    "no_mtp, plain kernels": ["route=no_mtp", "target.kernels=plain"],
 }
 
 
@@ -42,75 +63,114 @@ class Row:
     tokens_per_second: list[float] = field(default_factory=list)
     rounds_per_second: list[float] = field(default_factory=list)
     acceptance_length: float = 1.0
+    cold_compile_seconds: float | None = None
+    warm_compile_seconds: float | None = None
 
 
-def measure(config: ExperimentConfig, row: Row) -> None:
-    """Decode the workload once and append its pooled speeds."""
-    target = EngineTarget(config)
+def measure(overrides: list[str], options: argparse.Namespace) -> dict[str, float]:
+    """Decode the workload once: pooled speeds, acceptance length and compile seconds."""
+    common = [
+        f"workload.max_tokens={options.tokens}",
+        f"target.threads={options.threads}",
+        "target.device=cpu",
+    ]
+    target = EngineTarget(compose([*overrides, *common]))
     target.load()
     generations = list(target.generate(target.prompts(), 0, lambda progress: None))
     seconds = sum(g.decode_seconds for g in generations)
     tokens = sum(len(g.token_ids) - 1 for g in generations)  # the first token is the prefill's
     rounds = sum(len(g.rounds) for g in generations)
-    row.tokens_per_second.append(tokens / seconds)
-    row.rounds_per_second.append(rounds / seconds)
-    row.acceptance_length = tokens / rounds
+    return {
+        "tokens_per_second": tokens / seconds,
+        "rounds_per_second": rounds / seconds,
+        "acceptance_length": tokens / rounds,
+        "compile_seconds": float(target.describe()["compile_seconds"]),
+    }
 
 
-def transformers_greedy(tokens: int, row: Row) -> None:
-    """transformers' own greedy decode with cache on the same checkpoint, float32."""
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+def add(row: Row, found: dict[str, float]) -> None:
+    """Append one measurement."""
+    row.tokens_per_second.append(found["tokens_per_second"])
+    row.rounds_per_second.append(found["rounds_per_second"])
+    row.acceptance_length = found["acceptance_length"]
 
-    model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(EMBEDDED)
-    ids = tokenizer(compose([]).workload.prompts[1].text, return_tensors="pt").input_ids
-    with torch.inference_mode():
-        started = time.perf_counter()
-        model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
-        row.tokens_per_second.append(tokens / (time.perf_counter() - started))
-    row.rounds_per_second.append(row.tokens_per_second[-1])
+
+def measure_compiled(overrides: list[str], options: argparse.Namespace) -> Row:
+    """Twice in a fresh process: with an empty inductor cache, and with the first one's."""
+    row = Row()
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+        command = [sys.executable, "-m", "benchmarks.routes_cpu", "--one", *overrides, "route.compile=true"]
+        command += ["--tokens", str(options.tokens), "--threads", str(options.threads)]
+        for turn in ("cold", "warm"):
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            found = json.loads(done.stdout.splitlines()[-1])
+            add(row, found)
+            setattr(row, f"{turn}_compile_seconds", found["compile_seconds"])
+    return row
 
 
 def main() -> None:
     """Run the benchmark from the command line."""
+    options = _options()
+    if options.one:
+        print(json.dumps(measure(options.one, options)))
+        return
+    torch.set_num_threads(options.threads)
+    plans = ROUTES | VARIANTS
+    rows = {name: Row() for name in (*plans, *PEERS)}
+    for _ in range(options.repeats):
+        for name, overrides in plans.items():
+            add(rows[name], measure(overrides, options))
+        add(rows[PEERS[0]], peers_cpu.transformers_greedy(options.tokens, options.threads))
+    if options.llama_server:
+        runs = peers_cpu.llama_cpp(options.llama_server, options.tokens, options.threads, options.repeats)
+        for name, found in zip(PEERS[1:], runs, strict=True):
+            for one in found:
+                add(rows[name], one)
+    if options.compile:
+        for name, overrides in ROUTES.items():
+            rows[f"{name}, compiled"] = measure_compiled(overrides, options)
+    show({name: row for name, row in rows.items() if row.tokens_per_second}, options)
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=1000, help="output tokens a prompt")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compile", action="store_true", help="measure every route compiled, too")
+    parser.add_argument("--llama-server", type=Path, help="path of llama.cpp's llama-server")
     parser.add_argument("--out", type=Path, help="write JSON here")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    rows = {name: Row() for name in (*ROUTES, "transformers, greedy")}
-    for _ in range(options.repeats):
-        for name, overrides in ROUTES.items():
-            common = [
-                f"workload.max_tokens={options.tokens}",
-                f"target.threads={options.threads}",
-                "target.device=cpu",
-            ]
-            measure(compose([*overrides, *common]), rows[name])
-        transformers_greedy(options.tokens, rows["transformers, greedy"])
-    show(rows, options)
+    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)  # a child's settings
+    return parser.parse_args()
 
 
 def show(rows: dict[str, Row], options: argparse.Namespace) -> None:
     """Print the table and write the JSON."""
-    base = statistics.median(rows["no_mtp"].tokens_per_second)
+    base = statistics.median(rows[BASE].tokens_per_second)
+    peer = statistics.median(rows[PEERS[0]].tokens_per_second)
     title = f"{cpu_name()}, {options.threads} thread(s), torch {torch.__version__}, float32"
-    table = Table("route", "tok/s", "min–max", "rounds/s", "tokens a round", "× no_mtp", title=title)
+    table = Table("route", title=title)
+    headings = ("tok/s", "min–max", "rounds/s", "tokens a round", "× no_mtp", "× transformers", "compile s")
+    for heading in (*headings, "warm s"):
+        table.add_column(heading, justify="right")
     for name, row in rows.items():
         speed = statistics.median(row.tokens_per_second)
+        slower = " slower" if speed < base and name not in PEERS else ""
         table.add_row(
             name,
             f"{speed:.1f}",
             f"{min(row.tokens_per_second):.0f}–{max(row.tokens_per_second):.0f}",
             f"{statistics.median(row.rounds_per_second):.1f}",
             f"{row.acceptance_length:.2f}",
-            f"{speed / base:.2f}",
+            f"{speed / base:.2f}{slower}",
+            f"{speed / peer:.2f}",
+            *("" if s is None else f"{s:.1f}" for s in (row.cold_compile_seconds, row.warm_compile_seconds)),
         )
-    Console(width=100).print(table)
+    Console(width=120).print(table)
     if options.out:
         facts = {"title": title, "tokens": options.tokens, "routes": {n: vars(r) for n, r in rows.items()}}
         options.out.write_text(json.dumps(facts, indent=1) + "\n")

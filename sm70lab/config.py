@@ -41,7 +41,9 @@ def conf_dir() -> Path:
 def register_schema() -> None:
     """Make ``ExperimentConfig`` the typed base node of ``conf/config.yaml``, and prompts plain text."""
     register_source()
-    ConfigStore.instance().store(name="schema", node=ExperimentConfig)
+    node = OmegaConf.structured(ExperimentConfig)
+    OmegaConf.set_struct(node.sampling.logit_bias, False)  # its keys are the user's, not settings
+    ConfigStore.instance().store(name="schema", node=node)
 
 
 def compose(overrides: Sequence[str] = ()) -> ExperimentConfig:

@@ -30,6 +30,7 @@ DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # names that become file and folder names
 NO_SQLITE = re.compile(r"\?|%[0-9A-Fa-f]{2}")  # SQLAlchemy's versions differ in what they decode
 PENALTY = 1e12  # far above any logit, and finite after arithmetic in float32
+BIAS = "must be -1e12 to 1e12; to forbid a token use sampling.banned_ids"
 TEMPERATURE = "must be 0 (greedy) or 0.0001 to 10000"
 
 
@@ -132,6 +133,8 @@ def _sampling_complaints(sampling: Sampling) -> Iterator[tuple[str, Any, str]]:
         ("repetition_penalty", 0.01 <= s.repetition_penalty <= 100, "must be 0.01 to 100 (1 is off)"),
         ("presence_penalty", abs(s.presence_penalty) <= PENALTY, "must be -1e12 to 1e12 (0 is off)"),
         ("frequency_penalty", abs(s.frequency_penalty) <= PENALTY, "must be -1e12 to 1e12 (0 is off)"),
+        ("logit_bias", all(_is_id(i) for i in s.logit_bias), "token ids must be whole numbers, 0 or more"),
+        ("logit_bias", all(abs(b) <= PENALTY for b in s.logit_bias.values()), BIAS),
         ("min_tokens", s.min_tokens >= 0, "must be 0 or more tokens"),
         ("banned_ids", all(i >= 0 for i in s.banned_ids), "token ids must be 0 or more"),
         ("stop_ids", all(i >= 0 for i in s.stop_ids), "token ids must be 0 or more"),
@@ -140,6 +143,10 @@ def _sampling_complaints(sampling: Sampling) -> Iterator[tuple[str, Any, str]]:
     for key, holds, must in rules:
         if not holds:  # NaN fails every comparison, so it lands here too
             yield f"sampling.{key}", getattr(s, key), must
+
+
+def _is_id(key: int) -> bool:
+    return not isinstance(key, bool) and key >= 0  # YAML's true passes OmegaConf as a key
 
 
 def _tracking_complaints(tracking: Tracking) -> Iterator[tuple[str, Any, str]]:

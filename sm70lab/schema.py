@@ -37,13 +37,6 @@ class Proposal(str, Enum):
     top_k_top_p = "top_k_top_p"
 
 
-class StateScheme(str, Enum):
-    """How recurrent state is kept and rolled back (see ``engine.state``)."""
-
-    slots = "slots"
-    replay = "replay"
-
-
 class StateDtype(str, Enum):
     """Element type of the recurrent state; ``auto`` is float32, float64 for a float64 model."""
 
@@ -51,6 +44,38 @@ class StateDtype(str, Enum):
     float16 = "float16"
     float32 = "float32"
     float64 = "float64"
+
+
+class DraftHeadKind(str, Enum):
+    """Which matrix turns the draft layer's output into draft logits (see ``engine.draft_head``)."""
+
+    full = "full"
+    shortlist = "shortlist"  # the rows of the most frequent ids
+    int8 = "int8"
+
+
+class Numerics(str, Enum):
+    """Whether a verify row must have the bits of the one-row step."""
+
+    exact = "exact"
+    fast = "fast"
+
+
+class GraphMode(str, Enum):
+    """What of a compiled round is replayed as a CUDA graph."""
+
+    none = "none"
+    piecewise = "piecewise"  # what lies between the opaque operators
+    full = "full"  # the whole round
+    full_and_piecewise = "full_and_piecewise"  # full for rounds, piecewise for prefills
+
+
+class KernelSet(str, Enum):
+    """Which twins of the operations run in rounds."""
+
+    auto = "auto"  # native where the device is a CPU and a C++ compiler is there
+    plain = "plain"
+    native = "native"
 
 
 class ModelDtype(str, Enum):
@@ -74,9 +99,11 @@ class Display(str, Enum):
 class StateConfig:
     """Recurrent state of the Gated DeltaNet layers."""
 
-    scheme: StateScheme = StateScheme.replay
+    scheme: str = "replay"  # slots, snapshot, fold or replay: ``engine.schemes`` has the list
     dtype: StateDtype = StateDtype.auto
     block_size: int = 816  # tokens; prefill chunks end on multiples of it
+    prefill_chunk: int = 0  # tokens of a prefill chunk; 0: up to the block edge
+    prefix_blocks: int = 0  # blocks that the prefix cache holds; 0: no prefix cache
 
 
 @dataclass
@@ -84,12 +111,22 @@ class Route:
     """One way to run the model: where the opaque boundary sits, how state and drafts are kept."""
 
     name: str = "split"
+    # Which stages of a Gated DeltaNet layer the compiler may not look into: ``engine.routes`` has the table.
     full_forward: bool = False
+    input_core: bool = False
+    input_projection: bool = False
+    output_projection: bool = False
+    context_core: bool = False
     spec_core_003: bool = False
+    packed_recurrent: bool = False  # rounds of one row: the core takes mixed_qkv packed, in one pass
     compile: bool = False
+    graph: GraphMode = GraphMode.none
     draft_tokens: int = 4  # 0..8; 0 is the no-draft run
     draft_sampling: DraftSampling = DraftSampling.probabilistic
     proposal: Proposal = Proposal.top_k_top_p
+    draft_head: DraftHeadKind = DraftHeadKind.full
+    shortlist_size: int = 1024  # ids of draft_head=shortlist
+    numerics: Numerics = Numerics.fast
     state: StateConfig = field(default_factory=StateConfig)
 
 
@@ -100,6 +137,8 @@ class TargetConfig:
     name: str = "engine"
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     threads: int | None = 1  # CPU threads; None leaves torch's own choice
+    kernels: KernelSet = KernelSet.auto
+    max_num_seqs: int = 1  # prompts decoded at once
 
 
 @dataclass
@@ -135,7 +174,7 @@ class Workload:
 
 @dataclass
 class Sampling:
-    """Sampling parameters, applied in this order: penalties and bans, temperature, top-k, top-p, min-p."""
+    """Sampling parameters, in this order: penalties, bias, bans, temperature, top-k, top-p, min-p."""
 
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 0.95
@@ -144,6 +183,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)  # added to the logits of these ids
     min_tokens: int = 0  # stop ids are banned before this many output tokens
     banned_ids: list[int] = field(default_factory=list)
     stop_ids: list[int] = field(default_factory=list)  # beside the model's own end tokens
@@ -189,6 +229,7 @@ class ExperimentConfig:
     workload: Workload = field(default_factory=Workload)
     sampling: Sampling = field(default_factory=Sampling)
     gate: Gate = field(default_factory=Gate)
+    hazard: str = "none"  # a fault put in on purpose: ``engine.hazards`` has the list
     tracking: Tracking = field(default_factory=Tracking)
     seed: int = 20260620
     repeats: int = 1

@@ -91,12 +91,14 @@ def with_lead_row(draft: Draft, first_token: int) -> Draft:
     zeros, is a row of its own at position 0, and every later row stands one position on.
     """
 
-    def shifted(tokens: torch.Tensor, hidden: torch.Tensor, start: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def shifted(
+        tokens: torch.Tensor, hidden: torch.Tensor, slots: torch.Tensor, start: torch.Tensor, *rest: Any
+    ) -> torch.Tensor:
         if int(start[0]) > 0:
-            return draft(tokens, hidden, start + 1, *rest)
+            return draft(tokens, hidden, slots, start + 1, *rest)
         lead = torch.full_like(tokens[:, :1], first_token)
         tokens = torch.cat([lead, tokens], 1)
         hidden = torch.cat([torch.zeros_like(hidden[:, :1]), hidden], 1)
-        return draft(tokens, hidden, start, *rest)[:, 1:]
+        return draft(tokens, hidden, slots, start, *rest)[:, 1:]
 
     return shifted

@@ -40,6 +40,7 @@ class Answer:
     margins: dict[int, float] = field(default_factory=dict)  # between the two most likely tokens
     drafted: int = 0  # the server's own totals
     accepted: int = 0
+    tokens_per_second: float = 0.0  # of the decoding alone
     rounds: list[Drafted] | None = None  # None: the log does not account for the totals
 
 
@@ -133,6 +134,7 @@ def _ask(url: str, prompt: list[int], tokens: int, top: int, timeout: float, log
         answer = Answer(ids, *_scored(ids, data.get("completion_probabilities") or []))
         answer.drafted = int(timings.get("draft_n", 0))
         answer.accepted = int(timings.get("draft_n_accepted", 0))
+        answer.tokens_per_second = float(timings.get("predicted_per_second", 0))
     except httpx.TimeoutException as error:
         raise UsageError(f"llama-server gave no answer in {timeout:g} s; raise --timeout") from error
     except httpx.HTTPStatusError as error:

@@ -71,8 +71,10 @@ class Quiet(Silent):
     def verdict(self, outcome: Outcome) -> None:
         """Verdict, route, seed, speed, folder."""
         result = outcome.result
+        hazard = results.hazard_line(result)
+        warning = f"HAZARD {hazard}  " if hazard else ""
         self.out.print(
-            f"{result['verdict']['kind']}  {result['route']} s{result['seed']}  "
+            f"{warning}{result['verdict']['kind']}  {result['route']} s{result['seed']}  "
             f"{results.speed_line(result)}  {RunFolder(outcome.folder)}",
             markup=False,
         )
@@ -121,8 +123,11 @@ class Plain(Silent):
         )
 
     def verdict(self, outcome: Outcome) -> None:
+        lines = panel_lines(outcome)
+        if lines[0][0] == "HAZARD":
+            self.out.print("{}: {}".format(*lines.pop(0)), markup=False)
         self.out.print(f"verdict: {outcome.result['verdict']['kind']}", markup=False)
-        for name, line, _ in panel_lines(outcome):
+        for name, line, _ in lines:
             self.out.print(f"{name}: {line}", markup=False)
 
 
@@ -181,6 +186,8 @@ def panel_lines(outcome: Outcome) -> list[tuple[str, str, str]]:
     """(name, line, style) of everything the panel says under the verdict."""
     result, folder = outcome.result, RunFolder(outcome.folder)
     lines = [("reason", result["verdict"]["reason"], "")]
+    if (line := results.hazard_line(result)) is not None:
+        lines.insert(0, ("HAZARD", line, "bold white on magenta"))
     lines += [(kind, line, STATUS_STYLE[status]) for kind, status, line in results.evidence_lines(result)]
     lines.append(("speed", results.speed_line(result), "" if result["speed"]["valid"] else "dim"))
     if (line := results.reproduces_line(result)) is not None:
@@ -206,7 +213,9 @@ def print_sweep(outcomes: list[dict[str, Any]]) -> None:
         what = " ".join(o for o in outcome.get("overrides", []) if not o.startswith("display="))
         if "result" in outcome:
             result = outcome["result"]
+            hazard = results.hazard_line(result)
             line = f"{result['verdict']['kind']:<16}  {what}  {results.speed_line(result)}"
+            line += f"  HAZARD {hazard}" if hazard else ""
         else:
             line = f"{'not run':<16}  {what}  {outcome['error']}"
         console.print(line, markup=False)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from sm70lab.engine import operators
 from sm70lab.engine.architecture import Architecture
 from sm70lab.engine.checkpoint import Weights
-from sm70lab.engine.kv_cache import LayerKV, cached_attention
+from sm70lab.engine.kv_cache import LayerKV, gated_attention
 from sm70lab.engine.routes import Boundary, Opaque
-from sm70lab.kernels.attention import apply_rotary
-from sm70lab.kernels.norm import rms_norm
+from sm70lab.kernels.linear import linear
 
-Rotary = tuple[torch.Tensor, torch.Tensor]  # cos, sin [B, T, 1, rotary_dim]
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cos, sin [B, T, rotary_dim]
 
 
 class GatedAttention(nn.Module):
@@ -46,14 +44,18 @@ class GatedAttention(nn.Module):
         self.k_norm = nn.Buffer(1 + weights.read(prefix + "k_norm.weight").to(wide))
 
     def forward(
-        self, x: torch.Tensor, rotary: Rotary, kv: LayerKV, start: torch.Tensor, boundary: Boundary
+        self,
+        x: torch.Tensor,
+        rotary: Rotary,
+        kv: LayerKV,
+        slots: torch.Tensor,
+        start: torch.Tensor,
+        boundary: Boundary,
     ) -> torch.Tensor:
-        """x [B, T, hidden] at positions start..start + T − 1 → [B, T, hidden]."""
-        batch, tokens, _ = x.shape
-        q_gate, k, v = F.linear(x, self.in_proj, self.in_bias).split(self.sizes, dim=-1)
-        q, gate = q_gate.view(batch, tokens, self.heads, 2 * self.head_dim).chunk(2, dim=-1)
-        q = apply_rotary(rms_norm(q, self.q_norm, self.eps), *rotary)
-        k = apply_rotary(rms_norm(k.view(batch, tokens, self.kv_heads, -1), self.k_norm, self.eps), *rotary)
-        attend = cached_attention if boundary.opaque is Opaque.nothing else operators.cached_attention
-        o = attend(q, k, v.view(batch, tokens, self.kv_heads, -1), kv, start)
-        return F.linear(o * torch.sigmoid(gate.reshape(o.shape)), self.out_proj, self.out_bias)
+        """x [B, T, hidden] of cache rows ``slots`` at positions start..start + T − 1 → [B, T, hidden]."""
+        how = boundary.arithmetic
+        q_gate, k, v = linear(x, self.in_proj, self.in_bias, how).split(self.sizes, dim=-1)
+        attend = gated_attention if boundary.opaque is Opaque.nothing else operators.gated_attention
+        norms = (self.q_norm, self.k_norm)
+        o = attend(q_gate, k, v, *norms, *rotary, *kv, slots, start, self.eps, how)
+        return linear(o, self.out_proj, self.out_bias, how)

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
+from sm70lab.engine import draft_head
+from sm70lab.engine.hazards import NONE, Hazard
 from sm70lab.engine.kv_cache import KVCache
 from sm70lab.engine.model import HybridModel
-from sm70lab.engine.noise import KeyedNoise, Stream
+from sm70lab.engine.noise import Stream
+from sm70lab.engine.prefix_cache import PrefixCache
 from sm70lab.engine.rejection import Drafts, accept, one_hot
 from sm70lab.engine.routes import resolve
-from sm70lab.engine.sampling import Candidates, LogitsRules, concatenate, sample, truncate
+from sm70lab.engine.sampling import Candidates, concatenate, sample, truncate
+from sm70lab.engine.sequence import Request, Sequence, Step
 from sm70lab.engine.state import StateStore
 from sm70lab.errors import NonFiniteError
-from sm70lab.schema import DraftSampling, Proposal, Route, Sampling, StateDtype
+from sm70lab.schema import DraftSampling, Proposal, Route, StateDtype
 
 # Which noise draws the drafts; modes that are not here draft the draft head's argmax.
 DRAFT_STREAM = {DraftSampling.probabilistic: Stream.draft, DraftSampling.coupled: Stream.target}
-
-
-@dataclass
-class Step:
-    """What one round produced, before end tokens and budget cut it."""
-
-    tokens: list[int]
-    drafted: int
 
 
 def state_dtype(route: Route, dtype: torch.dtype) -> torch.dtype:
@@ -38,141 +33,263 @@ def state_dtype(route: Route, dtype: torch.dtype) -> torch.dtype:
 
 
 class Decoder:
-    """Decodes one sequence along one route. Holds its caches, its state and its noise.
+    """Decodes up to ``max_num_seqs`` sequences along one route. Holds their caches and states.
 
-    ``capacity`` is the KV cache's, in positions: prompt, output and one round beyond.
+    ``capacity`` is the KV cache's for one sequence, in positions: prompt, output and one round beyond.
     """
 
     def __init__(
         self,
         model: HybridModel,
         route: Route,
-        sampling: Sampling,
-        prompt_ids: list[int],
         capacity: int,
-        noise: KeyedNoise,
-        stop_ids: frozenset[int],
+        max_num_seqs: int = 1,
+        hazard: Hazard = NONE,
+        frequent: list[int] | None = None,
     ) -> None:
         arch, device = model.arch, model.device
-        self.model, self.route, self.sampling, self.noise = model, route, sampling, noise
-        self.prompt_ids = prompt_ids
+        self.model, self.route, self.hazard = model, route, hazard
         self.k = route.draft_tokens
-        self.rules = LogitsRules(sampling, prompt_ids, stop_ids)
-        self.boundary = resolve(route)
-        kept = state_dtype(route, model.dtype)
-        self.store = StateStore(arch, route.state.scheme.value, kept, model.dtype, device, rows=self.k + 1)
+        self.boundary = resolve(route, model.native)
+        kept, how = state_dtype(route, model.dtype), self.boundary.arithmetic
+        rows, slots = self.k + 1, max_num_seqs
+        self.store = StateStore(arch, route.state.scheme, kept, model.dtype, device, rows, slots, how, hazard)
+        pool = slots + (self.store.scratch is not None)
         attention_layers = arch.layer_types.count("full_attention")
-        self.kv = KVCache(arch, attention_layers, capacity, model.dtype, device)
-        self.mtp_kv = KVCache(arch, 1 if self.k else 0, capacity, model.dtype, device)
-        self.output: list[int] = []
-        self.rounds = 0
-        # Rows that the target has run and the draft head has not: their hidden states [1, n, H].
-        # Their successors are the last n output tokens.
-        self._hidden = torch.empty(0)
+        self.kv = KVCache(arch, attention_layers, capacity, model.dtype, device, pool)
+        self.mtp_kv = KVCache(arch, 1 if self.k else 0, capacity, model.dtype, device, pool)
+        self.prefixes = PrefixCache(route.state.prefix_blocks, route.state.block_size)
+        self.head = draft_head.build(route.draft_head.value, model.head, route.shortlist_size, frequent, how)
+        self.width = max_num_seqs
+        self.free = list(range(slots))
 
-    def steps(self) -> Iterator[Step]:
-        """Prefill, then one ``Step`` a round, for ever: the caller stops asking."""
+    def admit(self, request: Request) -> Sequence:
+        """Give a request a free slot and whatever of its prompt the prefix cache has."""
+        slot = self.free.pop(0)
+        noise = self.hazard.noise(request.noise)
+        sequence = Sequence(request, slot, noise, list(request.prompt_ids))
         with torch.inference_mode():
-            first = self._prefill()
-        yield Step([first], drafted=0)
-        while True:
-            with torch.inference_mode():
-                step = self._round()
-            yield step
+            self.store.reset(slot)
+            block = self.prefixes.restore(sequence.prompt_ids, slot, self.store, self.kv, self.mtp_kv)
+            if block is not None:
+                sequence.prefilled = sequence.reused = block.position
+                self._pair(sequence, block.position - 1, block.hidden[None])
+        return sequence
 
-    def _deliver(self, tokens: list[int]) -> None:
-        self.output += tokens
-        self.rules.observe(tokens)
+    def release(self, sequence: Sequence) -> None:
+        """Take a sequence's slot back."""
+        self.free.append(sequence.slot)
 
-    def _prefill(self) -> int:
-        """Run the prompt in chunks that end on state-block edges; return the first output token."""
-        ids = torch.tensor([self.prompt_ids], device=self.model.device)
-        total = ids.shape[1]
-        for begin in range(0, total, self.route.state.block_size):
-            chunk = ids[:, begin : begin + self.route.state.block_size]
-            hidden = self.model.run(chunk, self.store, self.kv, prefill=True, boundary=self.boundary)
-            self.store.commit([chunk.shape[1]])
-            # The draft head pairs position i with token i + 1: the prompt's last row has to wait.
-            paired = min(chunk.shape[1], total - 1 - begin)
-            if self.k and paired:
-                start = torch.tensor([begin], device=ids.device)
-                self.model.draft(
-                    ids[:, begin + 1 : begin + 1 + paired],
-                    hidden[:, :paired],
-                    start,
-                    self.mtp_kv,
-                    self.boundary,
-                )
-        self._hidden = hidden[:, -1:]
-        logits = self._logits(self._hidden)
-        candidates = truncate(self.rules.apply(logits, 0, []), self.sampling)
-        token = int(sample(candidates, self.noise, Stream.target, range(1)))
-        self._deliver([token])
-        return token
+    # ------------------------------------------------------------------ prefill
 
-    def _round(self) -> Step:
-        drafts = self._draft()
-        position = len(self.output)
-        rows = torch.tensor([self.output[-1:] + drafts.tokens.tolist()], device=self.model.device)
-        hidden = self.model.run(rows, self.store, self.kv, prefill=False, boundary=self.boundary)
-        logits = self.rules.apply(self._logits(hidden), position, drafts.tokens.tolist())
-        target = truncate(logits, self.sampling)
-        tokens = accept(
-            self.route.draft_sampling, target, drafts, self.noise, range(position, position + self.k + 1)
+    def prefill(self, sequence: Sequence) -> Step | None:
+        """Run one chunk of the prompt; the last one gives the first output token.
+
+        A chunk ends on a block edge, or ``state.prefill_chunk`` tokens after its start if that is sooner.
+        """
+        with torch.inference_mode():
+            return self._prefill(sequence)
+
+    def _prefill(self, sequence: Sequence) -> Step | None:
+        block, begin = self.route.state.block_size, sequence.prefilled
+        end = min(begin - begin % block + block, len(sequence.prompt_ids))
+        if self.route.state.prefill_chunk:
+            end = min(end, begin + self.route.state.prefill_chunk)
+        ids = torch.tensor([sequence.prompt_ids[begin:end]], device=self.model.device)
+        hidden = self.model.run(
+            ids, [sequence.slot], self.store, self.kv, prefill=True, boundary=self.boundary
+        )[0]
+        self.store.commit([end - begin])
+        # The draft head pairs position i with token i + 1: the prompt's last row has to wait.
+        self._pair(sequence, begin, hidden[: len(sequence.prompt_ids) - 1 - begin])
+        sequence.prefilled = end
+        cached_as = self.hazard.block_end(end, block)
+        if self.route.state.prefix_blocks and cached_as and cached_as <= len(sequence.prompt_ids):
+            states = self.store.snapshot([sequence.slot])
+            self._cache(sequence, cached_as, states, hidden[-1])
+        if sequence.in_prefill:
+            return None
+        sequence.hidden = hidden[-1:]
+        logits = self._finite(self.model.logits(sequence.hidden, self.boundary.arithmetic), sequence)
+        candidates = truncate(
+            sequence.rules.apply(logits, 0, []), sequence.sampling, arithmetic=self.boundary.arithmetic
         )
-        self.store.commit([len(tokens)])
-        self._hidden = hidden[:, : len(tokens)]
-        self._deliver(tokens)
-        self.rounds += 1
-        return Step(tokens, drafted=self.k)
+        token = int(sample(candidates, sequence.noise, Stream.target, range(1)))
+        sequence.deliver([token])
+        return Step([token], drafted=0)
 
-    def _draft(self) -> Drafts:
-        """k tokens from the draft head, each drawn from (or the argmax of) its own distribution q."""
-        if not self.k:
-            none = torch.empty(0, dtype=torch.int64, device=self.model.device)
-            return Drafts(none, one_hot(none, torch.float32))
-        stream = DRAFT_STREAM.get(self.route.draft_sampling) if self.sampling.temperature > 0 else None
-        count = self._hidden.shape[1]
-        tokens = torch.tensor([self.output[-count:]], device=self.model.device)
-        start = torch.tensor([self.store.position[0] - count], device=self.model.device)
-        hidden = self.model.draft(tokens, self._hidden, start, self.mtp_kv, self.boundary)[:, -1:]
-        start = start + count - 1
-        chosen: list[torch.Tensor] = []
-        distributions: list[Candidates] = []
-        for i in range(self.k):
+    def _pair(self, sequence: Sequence, position: int, hidden: torch.Tensor) -> None:
+        """Give the draft head prompt rows [n, H] from ``position`` on, each with the prompt's next token."""
+        if not self.k or not len(hidden):
+            return
+        device = hidden.device
+        tokens = sequence.prompt_ids[position + 1 : position + 1 + len(hidden)]
+        self.model.draft(
+            torch.tensor([tokens], device=device),
+            self.hazard.draft_hidden(hidden, self.model.norm)[None],
+            torch.tensor([sequence.slot], device=device),
+            torch.tensor([position], device=device),
+            self.mtp_kv,
+        )
+
+    def _cache(self, sequence: Sequence, end: int, states: list, hidden: torch.Tensor) -> None:  # type: ignore[type-arg]
+        tokens = sequence.tokens[:end]
+        self.prefixes.put(tokens, sequence.slot, states, hidden, self.kv, self.mtp_kv)
+
+    # ------------------------------------------------------------------ rounds
+
+    def round(self, sequences: list[Sequence], draft: bool = True) -> list[Step]:
+        """One round of every sequence, or one step of one token each without drafts."""
+        with torch.inference_mode():
+            return self._round(sequences, self.k if draft else 0)
+
+    def _round(self, sequences: list[Sequence], k: int) -> list[Step]:
+        drafts = self._draft(sequences, k)
+        rows = [[s.output[-1], *d.tokens.tolist()] for s, d in zip(sequences, drafts, strict=True)]
+        rows += [[0] * (k + 1)] * (self.width - len(rows))
+        slots = self.store.padded([s.slot for s in sequences], self.width)
+        tokens = torch.tensor(rows, device=self.model.device)
+        hidden = self.model.run(tokens, slots, self.store, self.kv, prefill=False, boundary=self.boundary)
+        logits = self.model.logits(hidden[: len(sequences)], self.boundary.arithmetic)
+        steps: list[Step] = []
+        for b, sequence in enumerate(sequences):
+            position = len(sequence.output)
+            checked = self._finite(logits[b], sequence)
+            ruled = sequence.rules.apply(checked, position, rows[b][1:])
+            target = truncate(ruled, sequence.sampling, arithmetic=self.boundary.arithmetic)
+            positions = range(position, position + k + 1)
+            accepted = accept(self.route.draft_sampling, target, drafts[b], sequence.noise, positions)
+            steps.append(Step(accepted, drafted=k))
+            self._cross_edge(b, sequence, hidden[b], len(accepted))
+            sequence.hidden = hidden[b, : len(accepted)]
+            sequence.deliver(accepted)
+            sequence.rounds += 1
+        self.store.commit([len(step.tokens) for step in steps])
+        return steps
+
+    def _cross_edge(self, row: int, sequence: Sequence, hidden: torch.Tensor, count: int) -> None:
+        """Keep the state at a block edge that this round's ``count`` tokens reach or cross.
+
+        The cache takes it in the next round: the draft head has yet to run these rows.
+        """
+        before, block = self.store.position[sequence.slot], self.route.state.block_size
+        edge = before - before % block + block
+        if not self.route.state.prefix_blocks or edge > before + count:
+            return
+        covered = self.hazard.rollover(row, edge - before, count)
+        states = self.store.snapshot([sequence.slot], [covered])
+        sequence.edge = (edge, states, hidden[edge - before - 1])
+
+    # ------------------------------------------------------------------ drafts
+
+    def _draft(self, sequences: list[Sequence], k: int) -> list[Drafts]:
+        """k tokens a sequence from the draft head, each drawn from (or the argmax of) its own q."""
+        device = self.model.device
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        if self.k:
+            hidden, slots, start = self._catch_up(sequences)
+        for sequence in sequences:
+            if sequence.edge is not None:
+                self._cache(sequence, *sequence.edge)
+                sequence.edge = None
+        if not k:
+            return [Drafts(none, one_hot(none, torch.float32)) for _ in sequences]
+        chosen: list[torch.Tensor] = []  # k times [B]
+        distributions: list[list[Candidates]] = [[] for _ in sequences]
+        for i in range(k):
             if i:
                 start = start + 1
-                hidden = self.model.draft(chosen[-1][None], hidden, start, self.mtp_kv, self.boundary)
-            logits = self.model.logits(hidden[:, 0])
-            if stream is not None:
-                q = truncate(logits, self.sampling, top_p=self.route.proposal == Proposal.top_k_top_p)
-                chosen.append(
-                    sample(q, self.noise, stream, range(len(self.output) + i, len(self.output) + i + 1))
+                hidden = self.model.draft(
+                    chosen[-1][:, None], hidden, slots, start, self.mtp_kv, self.boundary
                 )
-            else:
-                chosen.append(logits.argmax(-1))
-                q = one_hot(chosen[-1], logits.dtype)
-            distributions.append(q)
-        return Drafts(torch.cat(chosen), concatenate(distributions))
+            logits = self.head.logits(hidden[:, 0])
+            picked = []
+            for b, sequence in enumerate(sequences):
+                q = self._distribution(logits[b : b + 1], sequence)
+                stream = self._draft_stream(sequence)
+                at = len(sequence.output) + i
+                picked.append(
+                    q.ids[:, 0] if stream is None else sample(q, sequence.noise, stream, range(at, at + 1))
+                )
+                distributions[b].append(self.hazard.reported(q) if stream is not None else q)
+            chosen.append(torch.cat(picked))
+        return [
+            Drafts(torch.stack([c[b] for c in chosen]), concatenate(qs)) for b, qs in enumerate(distributions)
+        ]
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Target logits [T, V] of hidden [1, T, H]; raises ``NonFiniteError``."""
-        logits = self.model.logits(hidden[0])
-        if not bool(torch.isfinite(logits.sum())):
-            layer = self._first_non_finite_layer()
-            where = (
-                "a from-scratch replay is finite, so the kept state is damaged"
-                if layer is None
-                else f"first in layer {layer} ({self.model.arch.layer_types[layer]}), also from scratch"
-            )
-            message = f"logits are not finite in round {self.rounds} after {len(self.output)} tokens: {where}"
-            raise NonFiniteError(message, from_scratch=layer is not None)
-        return logits
+    def _draft_stream(self, sequence: Sequence) -> Stream | None:
+        return DRAFT_STREAM.get(self.route.draft_sampling) if sequence.sampling.temperature > 0 else None
 
-    def _first_non_finite_layer(self) -> int | None:
+    def _distribution(self, logits: torch.Tensor, sequence: Sequence) -> Candidates:
+        """q of one draft [1, V′], over vocabulary ids; certain where drafts are the argmax."""
+        if self._draft_stream(sequence) is None:
+            return one_hot(self.head.ids(logits.argmax(-1)), logits.dtype)
+        top_p = self.route.proposal == Proposal.top_k_top_p
+        q = truncate(logits, sequence.sampling, top_p, self.boundary.arithmetic)
+        return Candidates(self.head.ids(q.ids), q.probs)
+
+    def _catch_up(self, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Run the draft head on the rows that it has not seen, all sequences padded to k + 1 rows.
+
+        A padded row writes keys beyond the sequence's newest token, where the drafts write next.
+        Returns the last true row's output [B, 1, H], the slots and that row's positions [B].
+        """
+        device, rows = self.model.device, self.k + 1
+        counts = [len(s.hidden) for s in sequences]
+        tokens = [s.output[-n:] + [0] * (rows - n) for s, n in zip(sequences, counts, strict=True)]
+        hidden = self.model.embedding.new_zeros(len(sequences), rows, self.model.arch.hidden_size)
+        for b, (sequence, n) in enumerate(zip(sequences, counts, strict=True)):
+            hidden[b, :n] = self.hazard.draft_hidden(sequence.hidden, self.model.norm)
+        slots = torch.tensor([s.slot for s in sequences], device=device)
+        last = torch.tensor([self.store.position[s.slot] - 1 for s in sequences], device=device)
+        counts_tensor = torch.tensor(counts, device=device)
+        out = self.model.draft(
+            torch.tensor(tokens, device=device),
+            hidden,
+            slots,
+            last + 1 - counts_tensor,
+            self.mtp_kv,
+            self.boundary,
+        )
+        return out[torch.arange(len(sequences), device=device), counts_tensor - 1][:, None], slots, last
+
+    # ------------------------------------------------------------------ checks
+
+    def _finite(self, logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+        """The same logits [T, V]; raises ``NonFiniteError`` with the layer and the round."""
+        if bool(torch.isfinite(logits.sum())):
+            return logits
+        layer = self._first_non_finite_layer(sequence)
+        where = (
+            "a from-scratch replay is finite, so the kept state is damaged"
+            if layer is None
+            else f"first in layer {layer} ({self.model.arch.layer_types[layer]}), also from scratch"
+        )
+        raise NonFiniteError(
+            f"logits are not finite in round {sequence.rounds} after {len(sequence.output)} tokens: {where}",
+            from_scratch=layer is not None,
+        )
+
+    def _first_non_finite_layer(self, sequence: Sequence) -> int | None:
         """The first layer that is not finite when the tokens so far run from scratch."""
-        ids = torch.tensor([self.prompt_ids + self.output], device=self.model.device)
-        kept = self.store.compute_dtype
-        fresh = StateStore(self.model.arch, self.store.scheme, kept, self.model.dtype, ids.device)
-        kv = KVCache(self.model.arch, len(self.kv.layers), ids.shape[1], self.model.dtype, ids.device)
+        ids = torch.tensor([sequence.tokens], device=self.model.device)
+        arch, dtype = self.model.arch, self.model.dtype
+        fresh = StateStore(arch, self.store.scheme, self.store.compute_dtype, dtype, ids.device)
+        kv = KVCache(arch, len(self.kv.layers), ids.shape[1], dtype, ids.device)
         return self.model.first_non_finite_layer(ids, fresh, kv)
+
+
+def decode(decoder: Decoder, request: Request) -> Iterator[tuple[Sequence, Step]]:
+    """One sequence alone: prefill, then one step a round, for ever; the caller stops asking."""
+    sequence = decoder.admit(request)
+    try:
+        while True:
+            if sequence.in_prefill:
+                step = decoder.prefill(sequence)
+                if step is None:
+                    continue
+            else:
+                (step,) = decoder.round([sequence])
+            yield sequence, step
+    finally:
+        decoder.release(sequence)

@@ -5,10 +5,18 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from sm70lab.engine import operators
+from sm70lab.engine import forward_context, operators
 from sm70lab.engine.architecture import Architecture
 from sm70lab.engine.checkpoint import Weights
-from sm70lab.engine.gdn import GDNShape, core, input_projection, output_projection
+from sm70lab.engine.gdn import (
+    CoreWeights,
+    GDNShape,
+    How,
+    Place,
+    core,
+    input_projection,
+    output_projection,
+)
 from sm70lab.engine.routes import Boundary, Opaque
 from sm70lab.engine.state import LayerState
 
@@ -37,26 +45,39 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = nn.Buffer(weights.read(prefix + "out_proj.weight").to(dtype))
 
     def forward(
-        self,
-        x: torch.Tensor,
-        state: LayerState,
-        accepted: torch.Tensor,
-        scheme: str,
-        prefill_room: int,
-        boundary: Boundary,
+        self, x: torch.Tensor, layer: int, place: Place | None, boundary: Boundary
     ) -> tuple[torch.Tensor, LayerState]:
-        """The layer cut at ``boundary``: its output [B, T, hidden] and its new state."""
-        core_weights = (self.conv_weight, self.neg_decay_rate, self.dt_bias)
-        if boundary.opaque is Opaque.layer:
-            weights = (self.in_proj, *core_weights, self.norm_weight, self.out_proj)
-            y, *state = operators.gdn_layer(x, weights, state, accepted, scheme, prefill_room, self.shape)
+        """The layer cut at ``boundary``: its output [B, T, hidden] and its new pool rows.
+
+        ``place`` None: the core looks the state of GDN layer ``layer`` up in the forward context, and
+        leaves the new pool rows there.
+        """
+        cut = boundary.opaque
+        how = How(self.shape, boundary.arithmetic, boundary.packed)
+        weights = CoreWeights(self.conv_weight, self.neg_decay_rate, self.dt_bias)
+        state: LayerState = []
+        if cut is Opaque.layer:
+            assert place is not None
+            y, *state = operators.gdn_layer(
+                x, self.in_proj, weights, self.norm_weight, self.out_proj, place, how
+            )
             return y, state
-        mixed_qkv, z, b, a = input_projection(x, self.in_proj, self.shape)
-        if boundary.contiguous_qkv:
-            mixed_qkv = mixed_qkv.contiguous()
-        run = core if boundary.opaque is Opaque.nothing else operators.gdn_core
-        o, *state = run(mixed_qkv, b, a, *core_weights, state, accepted, scheme, prefill_room, self.shape)
-        return output_projection(o, z, self.norm_weight, self.out_proj, self.shape.eps), state
+        if cut is Opaque.input_core:
+            assert place is not None
+            o, z, *state = operators.gdn_input_core(x, self.in_proj, weights, place, how)
+        else:
+            project = operators.gdn_input_projection if cut is Opaque.input_and_core else input_projection
+            mixed_qkv, z, b, a = project(x, self.in_proj, how)
+            if boundary.contiguous_qkv:
+                mixed_qkv = mixed_qkv.contiguous()
+            if place is None:
+                look_up = forward_context.core if cut is Opaque.nothing else operators.gdn_core_in_context
+                o = look_up(mixed_qkv, b, a, weights, layer, how)
+            else:
+                run = core if cut is Opaque.nothing else operators.gdn_core
+                o, *state = run(mixed_qkv, b, a, weights, place, how)
+        finish = operators.gdn_output_projection if cut is Opaque.core_and_output else output_projection
+        return finish(o, z, self.norm_weight, self.out_proj, how), state
 
 
 def _from_interleaved(shape: GDNShape, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import torch
 
 from sm70lab.engine.architecture import Architecture
-from sm70lab.kernels.attention import causal_attention
+from sm70lab.kernels import native
+from sm70lab.kernels.arithmetic import Arithmetic
+from sm70lab.kernels.attention import apply_rotary, causal_attention
+from sm70lab.kernels.norm import rms_norm
+from sm70lab.kernels.rows import by_row
 
-LayerKV = tuple[torch.Tensor, torch.Tensor]  # keys, values [B, Hkv, capacity, D]
+LayerKV = tuple[torch.Tensor, torch.Tensor]  # keys, values [N, Hkv, capacity, D]
 
 
 class KVCache:
-    """Per layer one key and one value tensor [B, Hkv, capacity, D].
+    """Per layer one key and one value tensor [N, Hkv, capacity, D], a row a slot.
 
     A rejected row is never removed: the next round writes over it, and reads stop at the
     newest row. Nothing beyond that is ever read, so the memory may hold anything.
@@ -24,9 +28,9 @@ class KVCache:
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
-        batch: int = 1,
+        slots: int = 1,
     ) -> None:
-        shape = (batch, arch.num_kv_heads, capacity, arch.head_dim)
+        shape = (slots, arch.num_kv_heads, capacity, arch.head_dim)
         self.capacity = capacity
         self.layers = [
             (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
@@ -34,19 +38,54 @@ class KVCache:
         ]
 
 
-def cached_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, start: torch.Tensor
+def gated_attention(
+    q_gate: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    start: torch.Tensor,
+    eps: float,
+    arithmetic: Arithmetic,
 ) -> torch.Tensor:
-    """Write T new rows into the cache at ``start`` [B] and attend causally over all rows up to them.
+    """Norm and rotate q and k, write T new rows into the cache, attend causally over all rows up to them.
 
-    q [B, T, Hq, D]; k, v [B, T, Hkv, D]. Returns [B, T, Hq·D].
+    q_gate [B, T, Hq·2D] (q | gate for each head); k, v [B, T, Hkv·D]; norm weights [D]; cos, sin
+    [B, T, rotary_dim]; keys, values [N, Hkv, capacity, D], written in rows ``slots`` [B] at
+    positions ``start`` [B] and on. Returns the gated outputs [B, T, Hq·D].
     """
-    tokens = q.shape[1]
+    if arithmetic is Arithmetic.native:
+        norms = (q_norm, k_norm, eps)
+        return native.gated_attention(q_gate, k, v, *norms, cos, sin, keys, values, slots, start)
+    batch, tokens, _ = k.shape
+    dim = keys.shape[-1]
+    q, gate = q_gate.view(batch, tokens, -1, 2 * dim).chunk(2, dim=-1)
+    q, k = (
+        apply_rotary(rms_norm(x, norm, eps), cos[:, :, None], sin[:, :, None])
+        for x, norm in ((q, q_norm), (k.reshape(batch, tokens, -1, dim), k_norm))
+    )
+    v = v.reshape(k.shape)
     outputs = []
-    for b, first in enumerate(start.tolist()):
+    for b, (slot, first) in enumerate(zip(slots.tolist(), start.tolist(), strict=True)):
         end = first + tokens
-        keys, values = kv[0][b : b + 1], kv[1][b : b + 1]
-        keys[:, :, first:end] = k[b : b + 1].transpose(1, 2)
-        values[:, :, first:end] = v[b : b + 1].transpose(1, 2)
-        outputs.append(causal_attention(q[b : b + 1], keys[:, :, :end], values[:, :, :end]))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        keys[slot, :, first:end] = k[b].transpose(0, 1)
+        values[slot, :, first:end] = v[b].transpose(0, 1)
+        width = tokens if arithmetic is Arithmetic.plain else 1
+        outputs += [
+            causal_attention(
+                q[b : b + 1, t : t + width],
+                keys[slot : slot + 1, :, : first + t + width],
+                values[slot : slot + 1, :, : first + t + width],
+            )
+            for t in range(0, tokens, width)
+        ]
+    o = torch.cat(outputs, dim=1).view(batch, tokens, -1)
+    gate = gate.reshape(o.shape)
+    if arithmetic is Arithmetic.by_row:
+        return by_row(lambda *row: row[0] * torch.sigmoid(row[1]), [o, gate])
+    return o * torch.sigmoid(gate)

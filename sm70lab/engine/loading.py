@@ -9,12 +9,13 @@ import torch
 
 from sm70lab.engine.architecture import Architecture, read_config
 from sm70lab.engine.checkpoint import FolderWeights, RandomWeights, Weights
+from sm70lab.engine.draft_head import read_frequency
 from sm70lab.engine.model import HybridModel
 from sm70lab.engine.text import NumberText, Text, TokenizerText
 from sm70lab.errors import UsageError
-from sm70lab.schema import ModelDtype, ModelSpec
+from sm70lab.kernels import native
+from sm70lab.schema import KernelSet, ModelDtype, ModelSpec
 
-COLUMN_MAJOR = ("in_proj", "out_proj", "gate_up", "down", "fc")
 EMBEDDED = Path(__file__).parent.parent / "models" / "web"
 
 
@@ -25,23 +26,32 @@ class Source:
     arch: Architecture
     weights: Weights
     text: Text
+    frequent: list[int] | None = None  # token ids by falling frequency, where the folder says
 
-    def build(self, dtype: ModelDtype, device: torch.device) -> HybridModel:
-        """Read the weights. Raises ``UsageError`` for damaged files."""
+    def build(
+        self, dtype: ModelDtype, device: torch.device, kernels: KernelSet = KernelSet.auto
+    ) -> HybridModel:
+        """Read the weights. Raises ``UsageError`` for damaged files, and for kernels that cannot run."""
         with torch.inference_mode():
             model = HybridModel(self.arch, self.weights, getattr(torch, dtype.value)).to(device)
-            if device.type == "cpu":
-                _store_by_columns(model)
+        model.native = _native(kernels, model)
         return model
 
 
-def _store_by_columns(model: HybridModel) -> None:
-    """Lay the matrices out in memory as their transposes: MKL multiplies a few rows a quarter faster so."""
-    for module in model.modules():
-        for name, matrix in module.named_buffers(recurse=False):
-            if matrix.ndim == 2 and name in COLUMN_MAJOR:
-                setattr(module, name, matrix.t().contiguous().t())
-    model.head = model.head.t().contiguous().t()  # a copy of its own where it is tied: rows are looked up
+def _native(kernels: KernelSet, model: HybridModel) -> bool:
+    """Whether rounds run the C++ kernels."""
+    if kernels is KernelSet.plain:
+        return False
+    reason = (
+        f"they run on a CPU, not on {model.device.type}"
+        if model.device.type != "cpu"
+        else f"they compute in float32 and float64, not in {str(model.dtype).removeprefix('torch.')}"
+        if model.dtype not in (torch.float32, torch.float64)
+        else native.available()
+    )
+    if reason and kernels is KernelSet.native:
+        raise UsageError(f"target.kernels=native: {reason}; use target.kernels=plain")
+    return reason is None
 
 
 def find(spec: ModelSpec) -> Source:
@@ -61,4 +71,5 @@ def find(spec: ModelSpec) -> Source:
         raw, str(folder / "config.json"), mtp_stored="mtp.fc.weight" in weights.shapes
     )
     weights.check(arch)
-    return Source(arch, weights, TokenizerText(folder, arch.vocab_size))
+    text = TokenizerText(folder, arch.vocab_size)
+    return Source(arch, weights, text, read_frequency(folder, arch.vocab_size))

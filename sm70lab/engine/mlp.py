@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from sm70lab.engine import operators
 from sm70lab.engine.architecture import Architecture
 from sm70lab.engine.checkpoint import Weights
-
-
-def swiglu(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """(silu(x·gateᵀ) ⊙ x·upᵀ)·downᵀ with gate and up stacked in ``gate_up`` [2·inner, hidden]."""
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down)
+from sm70lab.kernels.arithmetic import Arithmetic
+from sm70lab.kernels.linear import swiglu
+from sm70lab.kernels.moe import MoEWeights, sparse_moe
 
 
 class DenseMLP(nn.Module):
@@ -25,8 +22,8 @@ class DenseMLP(nn.Module):
         self.gate_up = nn.Buffer(gate_up.to(dtype))
         self.down = nn.Buffer(weights.read(prefix + "down_proj.weight").to(dtype))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return swiglu(x, self.gate_up, self.down)
+    def forward(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+        return swiglu(x, self.gate_up, self.down, arithmetic)
 
 
 class SparseMoE(nn.Module):
@@ -41,18 +38,12 @@ class SparseMoE(nn.Module):
         self.shared_gate = nn.Buffer(weights.read(prefix + "shared_expert_gate.weight").to(dtype))
         self.shared = DenseMLP(weights, prefix + "shared_expert.", dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        wide = torch.promote_types(x.dtype, torch.float32)
-        probs, chosen = F.linear(rows, self.router).to(wide).softmax(-1).topk(self.top_k, dim=-1)
-        if self.normalise:
-            probs = probs / probs.sum(-1, keepdim=True)
-        out: torch.Tensor = torch.sigmoid(F.linear(rows, self.shared_gate)) * self.shared(rows)
-        for expert in chosen.unique().tolist():
-            row, slot = (chosen == expert).nonzero(as_tuple=True)
-            part = swiglu(rows[row], self.gate_up[expert], self.down[expert])
-            out.index_add_(0, row, part * probs[row, slot, None].to(x.dtype))
-        return out.view_as(x)
+    def forward(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+        weights = MoEWeights(
+            self.router, self.gate_up, self.down, self.shared_gate, self.shared.gate_up, self.shared.down
+        )
+        run = operators.sparse_moe if torch.compiler.is_compiling() else sparse_moe
+        return run(x, weights, self.top_k, self.normalise, arithmetic)
 
 
 def build_mlp(arch: Architecture, weights: Weights, prefix: str, dtype: torch.dtype, moe: bool) -> nn.Module:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import cast
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sm70lab.engine import forward_context
 from sm70lab.engine.architecture import Architecture
 from sm70lab.engine.attention import GatedAttention, Rotary
 from sm70lab.engine.checkpoint import Weights
+from sm70lab.engine.forward_context import ForwardContext
+from sm70lab.engine.gdn import Place
 from sm70lab.engine.gdn_layer import GatedDeltaNet
 from sm70lab.engine.kv_cache import KVCache, LayerKV
 from sm70lab.engine.mlp import build_mlp
-from sm70lab.engine.routes import REFERENCE, Boundary
-from sm70lab.engine.state import LayerState, StateStore
+from sm70lab.engine.routes import REFERENCE, Boundary, Opaque
+from sm70lab.engine.state import LayerState, Metadata, StateStore
+from sm70lab.kernels.arithmetic import Arithmetic
 from sm70lab.kernels.attention import inverse_frequencies, rotary_table
+from sm70lab.kernels.linear import linear
 from sm70lab.kernels.norm import rms_norm
+
+Backend = str | Callable[..., Any]  # of torch.compile
 
 
 class DecoderLayer(nn.Module):
@@ -42,8 +51,9 @@ class DecoderLayer(nn.Module):
         )
         self.mlp = build_mlp(arch, weights, prefix + "mlp.", dtype, moe)
 
-    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.mlp(rms_norm(x, self.post_norm, self.eps))
+    def feed_forward(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+        normed = rms_norm(x, self.post_norm, self.eps, arithmetic)
+        out: torch.Tensor = x + self.mlp(normed, arithmetic)
         return out
 
 
@@ -68,6 +78,7 @@ class MTPHead(nn.Module):
         hidden: torch.Tensor,
         rotary: Rotary,
         kv: LayerKV,
+        slots: torch.Tensor,
         start: torch.Tensor,
         boundary: Boundary,
     ) -> torch.Tensor:
@@ -76,16 +87,16 @@ class MTPHead(nn.Module):
         ``hidden`` is the target's output after its final norm, or this head's own output when it
         drafts recursively. Returns [B, T, hidden]; the shared head turns it into logits.
         """
+        how = boundary.arithmetic
         pair = (
-            rms_norm(embedded, self.norm_embedding, self.eps),
-            rms_norm(hidden, self.norm_hidden, self.eps),
+            rms_norm(embedded, self.norm_embedding, self.eps, how),
+            rms_norm(hidden, self.norm_hidden, self.eps, how),
         )
-        x = F.linear(torch.cat(pair, dim=-1), self.fc)
+        x = linear(torch.cat(pair, dim=-1), self.fc, None, how)
         assert self.layer.attention is not None
-        x = x + self.layer.attention(
-            rms_norm(x, self.layer.input_norm, self.eps), rotary, kv, start, boundary
-        )
-        return rms_norm(self.layer.feed_forward(x), self.norm, self.eps)
+        normed = rms_norm(x, self.layer.input_norm, self.eps, how)
+        x = x + self.layer.attention(normed, rotary, kv, slots, start, boundary)
+        return rms_norm(self.layer.feed_forward(x, how), self.norm, self.eps, how)
 
 
 class HybridModel(nn.Module):
@@ -106,15 +117,19 @@ class HybridModel(nn.Module):
         if not arch.tie_word_embeddings:
             self.head = nn.Buffer(weights.read("lm_head.weight").to(dtype))
         self.mtp = MTPHead(arch, weights, dtype) if arch.mtp_layers else None
+        self.native = False  # whether rounds may run the C++ kernels
         self._round_forward = self.forward
+        self._round_draft = self._draft
 
-    def compile_rounds(self) -> None:
-        """Compile the verify (or one-row) step into one graph around the route's operators.
+    def compile_rounds(self, backend: Backend = "inductor") -> None:
+        """Compile the verify (or one-row) step and the draft step, each into one graph a shape.
 
-        Prefills and the draft head stay eager: their row counts vary, and a graph is chosen by
-        phase, never by shape.
+        A graph is chosen by phase, never by shape: prefills stay eager, their row counts vary.
         """
-        self._round_forward = torch.compile(self.forward, dynamic=False, fullgraph=True)
+        compiled = partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)
+        self._round_forward = compiled(self.forward)
+        if not self.native:  # nothing is left to fuse there, and the dispatcher would cost a tenth of a round
+            self._round_draft = compiled(self._draft)
 
     def decoder_layers(self) -> Iterable[DecoderLayer]:
         """The layers in order."""
@@ -125,17 +140,17 @@ class HybridModel(nn.Module):
         return self.embedding.device
 
     def rotary(self, start: torch.Tensor, tokens: int) -> Rotary:
-        """cos and sin [B, T, 1, rotary_dim] for positions start..start + T − 1."""
+        """cos and sin [B, T, rotary_dim] for positions start..start + T − 1."""
         positions = start[:, None] + torch.arange(tokens, device=start.device)
         cos, sin = rotary_table(positions, self.frequencies)
-        return cos[:, :, None].to(self.dtype), sin[:, :, None].to(self.dtype)
+        return cos.to(self.dtype), sin.to(self.dtype)
 
     def forward(
         self,
         tokens: torch.Tensor,
-        start: torch.Tensor,
         states: list[LayerState],
-        accepted: torch.Tensor,
+        metadata: Metadata,
+        rotary: Rotary,
         kv: list[LayerKV],
         scheme: str,
         prefill_room: int,
@@ -143,41 +158,55 @@ class HybridModel(nn.Module):
     ) -> tuple[torch.Tensor, list[LayerState]]:
         """Run T rows of each sequence.
 
-        tokens [B, T] int64 at positions ``start`` [B] and on; states and accepted from
-        ``StateStore``, kv from ``KVCache`` (written in place). Returns the hidden states after
-        the final norm, [B, T, hidden], and the GDN layers' new states.
+        tokens [B, T] int64; states and metadata from ``StateStore``, kv from ``KVCache`` (written in
+        place), rotary for the rows' positions. Returns the hidden states after the final norm,
+        [B, T, hidden], and the GDN layers' new pool rows. Without ``states`` the layers look theirs up
+        in the forward context, and leave the new ones there.
         """
+        how = boundary.arithmetic
         x = F.embedding(tokens, self.embedding)
-        rotary = self.rotary(start, tokens.shape[1])
-        incoming, caches = iter(states), iter(kv)
+        caches = iter(kv)
+        where = (metadata.slots, metadata.conv_accepted, metadata.ssm_accepted)
         outgoing: list[LayerState] = []
         for layer in self.decoder_layers():
-            normed = rms_norm(x, layer.input_norm, layer.eps)
+            normed = rms_norm(x, layer.input_norm, layer.eps, how)
             if layer.gdn is not None:
-                mixed, state = layer.gdn(normed, next(incoming), accepted, scheme, prefill_room, boundary)
+                number = len(outgoing)
+                place = Place(states[number], *where, scheme, prefill_room) if states else None
+                mixed, state = layer.gdn(normed, number, place, boundary)
                 outgoing.append(state)
             elif layer.attention is not None:
-                mixed = layer.attention(normed, rotary, next(caches), start, boundary)
-            x = layer.feed_forward(x + mixed)
-        return rms_norm(x, self.norm, self.arch.rms_norm_eps), outgoing
+                slots, start = metadata.slots, metadata.start
+                mixed = layer.attention(normed, rotary, next(caches), slots, start, boundary)
+            x = layer.feed_forward(x + mixed, how)
+        return rms_norm(x, self.norm, self.arch.rms_norm_eps, how), outgoing
 
     def run(
         self,
         tokens: torch.Tensor,
+        slots: Sequence[int],
         store: StateStore,
         kv: KVCache,
         prefill: bool,
         boundary: Boundary = REFERENCE,
     ) -> torch.Tensor:
         """Open a round on ``store``, run the rows, hand the new states back; the caller commits."""
-        store.begin(tokens.shape[1], prefill)
-        start = torch.tensor(store.position, device=tokens.device)
+        metadata = store.begin(slots, tokens.shape[1], prefill)
         room = store.rows if prefill else 0
-        forward = self.forward if prefill else self._round_forward
-        hidden, states = forward(
-            tokens, start, store.layers, store.accepted, kv.layers, store.scheme, room, boundary
-        )
-        store.advance(states)
+        if prefill:
+            boundary = replace(boundary, opaque=Opaque.nothing, arithmetic=Arithmetic.plain, packed=False)
+        forward = self.forward if boundary.opaque is Opaque.nothing else self._round_forward
+        # Outside the graph: a compiler's own cosine may depend on how many rows it takes at once.
+        rotary = self.rotary(metadata.start, tokens.shape[1])
+        settings = (rotary, kv.layers, store.scheme, room, boundary)
+        if boundary.in_context:
+            context = ForwardContext(store.layers, metadata, store.scheme, room)
+            with forward_context.entered(context):
+                hidden, _ = forward(tokens, [], metadata, *settings)
+            states = context.taken()
+        else:
+            hidden, states = forward(tokens, store.layers, metadata, *settings)
+        store.advance(states, metadata)
         return hidden
 
     def first_non_finite_layer(self, tokens: torch.Tensor, store: StateStore, kv: KVCache) -> int | None:
@@ -189,22 +218,50 @@ class HybridModel(nn.Module):
 
         hooks = [layer.mlp.register_forward_hook(watch(i)) for i, layer in enumerate(self.decoder_layers())]
         try:
-            self.run(tokens, store, kv, prefill=True)
+            self.run(tokens, [0], store, kv, prefill=True)
         finally:
             for hook in hooks:
                 hook.remove()
         return found[0] if found else None
 
     def draft(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, start: torch.Tensor, kv: KVCache, boundary: Boundary
+        self,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        slots: torch.Tensor,
+        start: torch.Tensor,
+        kv: KVCache,
+        boundary: Boundary = REFERENCE,
     ) -> torch.Tensor:
         """Run the MTP head on T rows: tokens i + 1 [B, T] with hidden states i [B, T, hidden]."""
+        if boundary.opaque is Opaque.nothing:
+            rotary = self.rotary(start, tokens.shape[1])
+            return self._draft(tokens, hidden, rotary, kv.layers[0], slots, start, boundary)
+        count, pool = len(tokens), len(kv.layers[0][0])
+        missing = max(pool - 1 - count, 0)
+        if missing:  # one graph for any number of running sequences: the last pool row is scratch
+            tokens, hidden, start = (
+                torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) for x in (tokens, hidden, start)
+            )
+            slots = torch.cat((slots, slots.new_full((missing,), pool - 1)))
+        rotary = self.rotary(start, tokens.shape[1])
+        return self._round_draft(tokens, hidden, rotary, kv.layers[0], slots, start, boundary)[:count]
+
+    def _draft(
+        self,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        rotary: Rotary,
+        kv: LayerKV,
+        slots: torch.Tensor,
+        start: torch.Tensor,
+        boundary: Boundary,
+    ) -> torch.Tensor:
         assert self.mtp is not None
         embedded = F.embedding(tokens, self.embedding)
-        rotary = self.rotary(start, tokens.shape[1])
-        out: torch.Tensor = self.mtp(embedded, hidden, rotary, kv.layers[0], start, boundary)
+        out: torch.Tensor = self.mtp(embedded, hidden, rotary, kv, slots, start, boundary)
         return out
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, arithmetic: Arithmetic = Arithmetic.plain) -> torch.Tensor:
         """[..., hidden] → [..., vocabulary] in float32 or better."""
-        return F.linear(hidden, self.head).to(torch.promote_types(self.dtype, torch.float32))
+        return linear(hidden, self.head, None, arithmetic).to(torch.promote_types(self.dtype, torch.float32))

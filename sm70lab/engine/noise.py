@@ -14,6 +14,11 @@ from numpy.typing import NDArray
 
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
+# Made once: a round mixes a few dozen numbers, so what NumPy does around them is what costs.
+ONE, GOLDEN_WORD = np.uint64(1), np.uint64(GOLDEN)
+SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+UNIT_SHIFT = np.uint64(12)
 
 
 class Stream(IntEnum):
@@ -35,11 +40,11 @@ def _mix_int(z: int) -> int:
 
 def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The same of an array, which it overwrites; uint64 arithmetic wraps."""
-    z ^= z >> np.uint64(30)
-    z *= np.uint64(0xBF58476D1CE4E5B9)
-    z ^= z >> np.uint64(27)
-    z *= np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
+    z ^= z >> SHIFTS[0]
+    z *= FACTORS[0]
+    z ^= z >> SHIFTS[1]
+    z *= FACTORS[1]
+    z ^= z >> SHIFTS[2]
     return z
 
 
@@ -62,13 +67,12 @@ class KeyedNoise:
 
     def gumbel(self, stream: Stream, positions: Sequence[int], ids: NDArray[np.int64]) -> NDArray[np.float64]:
         """−log(−log U) for R positions and their token ids [R, n]: [R, n]."""
-        words = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
-        keyed = _mix(self._hashes(stream, positions)[:, None] + words)
-        noise: NDArray[np.float64] = -np.log(-np.log(_to_unit(keyed)))
+        words = (ids.view(np.uint64) + ONE) * GOLDEN_WORD + self._hashes(stream, positions)[:, None]
+        noise: NDArray[np.float64] = -np.log(-np.log(_to_unit(_mix(words))))
         return noise
 
 
 def _to_unit(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
     """The upper 52 bits as the middle of one of 2^52 equal cells of (0, 1)."""
-    unit: NDArray[np.float64] = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    unit: NDArray[np.float64] = ((bits >> UNIT_SHIFT).astype(np.float64) + 0.5) * 2.0**-52
     return unit

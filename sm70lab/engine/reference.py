@@ -63,7 +63,7 @@ def _logits(
     kv = KVCache(model.arch, model.arch.layer_types.count("full_attention"), total, model.dtype, model.device)
     for begin in range(0, total, CHUNK_ROWS):
         chunk = ids[:, begin : begin + CHUNK_ROWS]
-        hidden = model.run(chunk, store, kv, prefill=True)
+        hidden = model.run(chunk, [0], store, kv, prefill=True)
         store.commit([chunk.shape[1]])
         first = max(begin, skip)
         if first < begin + chunk.shape[1]:

@@ -10,11 +10,14 @@ that was really sampled.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sm70lab.engine.noise import KeyedNoise, Stream
-from sm70lab.engine.sampling import Candidates, sample
+from sm70lab.engine.sampling import Candidates, draw, sample
 from sm70lab.schema import DraftSampling
 
 
@@ -43,22 +46,34 @@ def accept(
     count = len(drafts.tokens)
     if not count:
         return sample(target, noise, Stream.target, positions).tolist()
-    p = target.rows(count).prob_of(drafts.tokens[:, None])[:, 0]
-    q = drafts.q.prob_of(drafts.tokens[:, None])[:, 0]
-    uniform = torch.from_numpy(noise.uniform(Stream.accept, positions[:count])).to(p.device)
-    passed = uniform * q < p
-    n = int(passed.long().cumprod(0).sum())
-    row, at = target.row(n), positions[n : n + 1]
-    if n == count:
-        last = sample(row, noise, Stream.target, at)
-    else:
-        residual = (row.probs - drafts.q.row(n).prob_of(row.ids)).clamp_min(0)
-        total = residual.sum()
+    tokens = drafts.tokens.cpu().numpy()
+    (p_ids, p), (q_ids, q) = target.on_host(), drafts.q.on_host()
+    uniform = noise.uniform(Stream.accept, positions[:count])
+    passed = uniform * prob_of(tokens, q_ids, q) < prob_of(tokens, p_ids[:count], p[:count])
+    n = count if passed.all() else int(passed.argmin())
+    weights, stream = p[n], Stream.target
+    if n < count:
+        stream = Stream.residual
+        residual = np.maximum(weights - probs_of(p_ids[n], q_ids[n], q[n]), 0)
         # p = q up to rounding leaves no residual; a rejection has then probability zero up to
         # rounding too, and p itself is the right distribution.
-        residual = torch.where(total > 0, residual / total, row.probs)
-        last = sample(Candidates(row.ids, residual), noise, Stream.residual, at)
-    return [*drafts.tokens[:n].tolist(), int(last)]
+        weights = residual if residual.any() else weights
+    last = draw(p_ids[n : n + 1], weights[None], noise, stream, positions[n : n + 1])
+    return [*tokens[:n].tolist(), int(last[0])]
+
+
+def prob_of(tokens: NDArray[np.int64], ids: NDArray[np.int64], probs: NDArray[Any]) -> NDArray[Any]:
+    """Probability of one token [R] under each row's candidates ids, probs [R, n]; zero outside them."""
+    found: NDArray[Any] = np.where(ids == tokens[:, None], probs, 0).sum(-1)
+    return found
+
+
+def probs_of(tokens: NDArray[np.int64], ids: NDArray[np.int64], probs: NDArray[Any]) -> NDArray[Any]:
+    """The same of m tokens [m] under one row [n], by table: m × n would not fit for whole vocabularies."""
+    table = np.zeros(max(int(ids.max()), int(tokens.max())) + 1, probs.dtype)
+    table[ids] = probs
+    found: NDArray[Any] = table[tokens]
+    return found
 
 
 def _match(target: Candidates, drafts: Drafts, noise: KeyedNoise, positions: range) -> list[int]:
@@ -69,7 +84,8 @@ def _match(target: Candidates, drafts: Drafts, noise: KeyedNoise, positions: ran
     invariant speculative decoding; Daliri, Musco and Suresh 2024): the closer q is to p, the more
     often both pick the same token, at least (1 − TV)/(1 + TV) of the time.
     """
-    drawn = sample(target, noise, Stream.target, positions)
-    n = int((drawn[:-1] == drafts.tokens).long().cumprod(0).sum())
-    drawn_list: list[int] = drawn[: n + 1].tolist()
-    return drawn_list
+    drawn: list[int] = sample(target, noise, Stream.target, positions).tolist()
+    for n, draft in enumerate(drafts.tokens.tolist()):
+        if drawn[n] != draft:
+            return drawn[: n + 1]
+    return drawn

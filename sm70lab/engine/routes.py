@@ -1,20 +1,25 @@
-"""Route flags to boundaries: which stages of the GDN layer sit behind one opaque operator."""
+"""Route flags to boundaries: which stages of the GDN layer sit behind opaque operators."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from itertools import combinations
 
 from sm70lab.errors import UsageError
-from sm70lab.schema import Route
+from sm70lab.kernels.arithmetic import Arithmetic
+from sm70lab.schema import GraphMode, Numerics, Route
 
 
 class Opaque(Enum):
-    """What one opaque ``torch.library`` operator holds; the compiler traces the rest of the layer."""
+    """What the opaque ``torch.library`` operators hold; the compiler traces the rest of the layer."""
 
     nothing = "nothing"  # no operator at all: eager routes and the reference
     core = "core"
-    layer = "layer"  # input projection, core and output projection together
+    input_and_core = "input_projection+core"  # two operators
+    core_and_output = "core+output_projection"  # two operators
+    input_core = "input_core"  # input projection and core in one operator
+    layer = "layer"  # input projection, core and output projection in one operator
 
 
 @dataclass(frozen=True)
@@ -23,26 +28,107 @@ class Boundary:
 
     opaque: Opaque
     contiguous_qkv: bool  # mixed_qkv is copied out of the fused projection before the core sees it
+    arithmetic: Arithmetic = Arithmetic.plain  # of rounds; prefills run plain
+    in_context: bool = False  # the core looks its state up in the forward context by layer number
+    packed: bool = False  # rounds of one row run ``gdn.packed_step``
 
 
-def resolve(route: Route) -> Boundary:
+@dataclass(frozen=True)
+class _Cut:
+    """What one flag asks for."""
+
+    opaque: Opaque
+    in_context: bool
+    what: str
+
+
+SPLIT = _Cut(Opaque.core, False, "")
+CUTS = {
+    "full_forward": _Cut(Opaque.layer, False, "hides the whole layer behind one operator"),
+    "input_core": _Cut(Opaque.input_core, False, "hides input projection and core behind one operator"),
+    "input_projection": _Cut(
+        Opaque.input_and_core, False, "hides input projection and core behind two operators"
+    ),
+    "output_projection": _Cut(
+        Opaque.core_and_output, False, "hides core and output projection behind two operators"
+    ),
+    "context_core": _Cut(Opaque.core, True, "hides only the core, with its state in the forward context"),
+    "spec_core_003": _Cut(Opaque.core, True, "hides only the core, with its state in the forward context"),
+}
+
+
+def arithmetic(route: Route, native: bool) -> Arithmetic:
+    """How a round's products are computed; the native kernels are exact by construction."""
+    if native:
+        return Arithmetic.native
+    return Arithmetic.by_row if route.numerics is Numerics.exact else Arithmetic.plain
+
+
+def resolve(route: Route, native: bool = False) -> Boundary:
     """The boundary that a route's flags ask for. Raises ``UsageError`` for contradictory flags.
 
-    | flags | input projection | core | output projection |
-    |---|---|---|---|
-    | (none: split) | traced | opaque | traced |
-    | full_forward | one opaque operator | ← | ← |
-    | spec_core_003 | traced, mixed_qkv made contiguous | opaque | traced |
+    | flag | input projection | core | output projection | state and metadata |
+    |---|---|---|---|---|
+    | (none: split) | traced | opaque | traced | explicit tensors |
+    | context_core | traced | opaque | traced | forward context, by layer number |
+    | input_projection | opaque | opaque | traced | explicit |
+    | output_projection | traced | opaque | opaque | explicit |
+    | input_core | one opaque operator | ← | traced | explicit |
+    | full_forward | one opaque operator | ← | ← | explicit |
+    | spec_core_003 | traced, mixed_qkv made contiguous | opaque | traced | forward context |
 
-    Without ``compile`` nothing is traced, so there is no boundary: the stages are plain calls.
+    Without ``compile`` nothing is traced, so the stages are plain calls; a context route looks its
+    state up in the forward context all the same.
     """
-    if route.full_forward and route.spec_core_003:
+    asked = [name for name in CUTS if getattr(route, name)]
+    for first, second in combinations(asked, 2):
+        one, other = CUTS[first], CUTS[second]
+        if (one.opaque, one.in_context) != (other.opaque, other.in_context):
+            raise UsageError(
+                f"route.{first}=true and route.{second}=true contradict each other: the first {one.what}, "
+                f"the second {other.what}; set one of them"
+            )
+    _check_packed(route)
+    _check_graph(route)
+    cut = CUTS[asked[0]] if asked else SPLIT
+    return Boundary(
+        cut.opaque if route.compile else Opaque.nothing,
+        contiguous_qkv=route.spec_core_003,
+        arithmetic=arithmetic(route, native),
+        in_context=cut.in_context,
+        packed=route.packed_recurrent,
+    )
+
+
+def _check_packed(route: Route) -> None:
+    if not route.packed_recurrent:
+        return
+    if route.draft_tokens:
         raise UsageError(
-            "route.full_forward=true and route.spec_core_003=true contradict each other: the first hides the "
-            "whole GDN layer behind one operator, the second only its core; set one of them"
+            f"route.packed_recurrent=true and route.draft_tokens={route.draft_tokens} contradict each other: "
+            f"the packed step takes rounds of one row, and these have {route.draft_tokens + 1}; "
+            "use route.draft_tokens=0"
         )
-    opaque = Opaque.layer if route.full_forward else Opaque.core
-    return Boundary(opaque if route.compile else Opaque.nothing, contiguous_qkv=route.spec_core_003)
+    if route.state.scheme != "slots":
+        raise UsageError(
+            f"route.packed_recurrent=true and route.state.scheme={route.state.scheme} contradict each other: "
+            "the packed step writes the new state itself, and this scheme settles it later; "
+            "use route.state.scheme=slots"
+        )
+
+
+def _check_graph(route: Route) -> None:
+    if route.graph is GraphMode.none:
+        return
+    if not route.compile:
+        raise UsageError(
+            f"route.graph={route.graph.value}: a CUDA graph captures a compiled round, so it needs "
+            "route.compile=true and a CUDA device; use route.graph=none"
+        )
+    raise UsageError(
+        f"route.graph={route.graph.value}: a CPU has no CUDA graphs, and on a CUDA device rounds are not "
+        "captured yet; use route.graph=none"
+    )
 
 
 REFERENCE = Boundary(Opaque.nothing, contiguous_qkv=False)

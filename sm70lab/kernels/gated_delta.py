@@ -14,6 +14,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from sm70lab.kernels import native
+from sm70lab.kernels.arithmetic import Arithmetic
+
 CHUNK = 64
 
 
@@ -108,3 +111,75 @@ def gated_delta_chunk(
         remaining = (log_gamma[..., -1:] - log_gamma).exp()[..., None]
         s = gamma[..., -1:, :] * s + (k_c * remaining).transpose(-1, -2) @ d
     return torch.cat(outputs, 2)[:, :, :tokens].transpose(1, 2), s
+
+
+# The twin that an arithmetic asks for.
+
+
+def recurrent(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    arithmetic: Arithmetic,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and the states after every token: see ``gated_delta_recurrent``."""
+    if arithmetic is Arithmetic.native:
+        return native.gated_delta_recurrent(q, k, v, g, beta, state)
+    if arithmetic is Arithmetic.plain:
+        return gated_delta_recurrent(q, k, v, g, beta, state)
+    per_row = _row_by_row((q, k, v, g, beta), state)
+    o, states = (torch.stack([torch.cat(row) for row in zip(*x, strict=True)], 1) for x in per_row)
+    return o, states
+
+
+def outputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    arithmetic: Arithmetic,
+) -> torch.Tensor:
+    """The outputs of ``recurrent`` alone."""
+    if arithmetic is Arithmetic.native:
+        return native.gated_delta_outputs(q, k, v, g, beta, state)
+    return recurrent(q, k, v, g, beta, state, arithmetic)[0]
+
+
+def fold(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    arithmetic: Arithmetic,
+) -> torch.Tensor:
+    """The last of the states of ``recurrent``, bit for bit."""
+    if arithmetic is Arithmetic.native:
+        return native.gated_delta_fold(k, v, g, beta, state)
+    if arithmetic is Arithmetic.plain:
+        return gated_delta_states(k, v, g, beta, state)[-1]
+    return recurrent(k, k, v, g, beta, state, arithmetic)[1][:, -1]
+
+
+def _row_by_row(
+    rows: tuple[torch.Tensor, ...], state: torch.Tensor
+) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
+    """For each sequence its outputs [1, H, V] and states [1, H, K, V], one a token."""
+    outputs: list[list[torch.Tensor]] = []
+    states: list[list[torch.Tensor]] = []
+    for b in range(len(state)):
+        s = state[b : b + 1]
+        outputs.append([])
+        states.append([])
+        for t in range(rows[0].shape[1]):
+            q, k, v, g, beta = (x[b : b + 1, t : t + 1] for x in rows)
+            o, after = gated_delta_recurrent(q, k, v, g, beta, s)
+            s = after[:, 0]
+            outputs[-1].append(o[:, 0])
+            states[-1].append(s)
+    return outputs, states

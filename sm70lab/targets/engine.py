@@ -6,16 +6,21 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 
 from sm70lab.engine import reference
 from sm70lab.engine.architecture import expected_tensors
-from sm70lab.engine.decoder import Decoder, state_dtype
+from sm70lab.engine.decoder import Decoder, decode, state_dtype
+from sm70lab.engine.hazards import hazard_named
 from sm70lab.engine.loading import Source, find
 from sm70lab.engine.model import HybridModel
 from sm70lab.engine.noise import KeyedNoise
 from sm70lab.engine.routes import resolve
+from sm70lab.engine.scheduler import Scheduler
+from sm70lab.engine.schemes import scheme_named
+from sm70lab.engine.sequence import Request, Step
 from sm70lab.engine.stopping import Delivery
 from sm70lab.errors import NonFiniteError, UsageError
 from sm70lab.schema import ExperimentConfig, Generation, ModelDtype, Prompt, Round, TokenScores
@@ -37,6 +42,8 @@ class EngineTarget:
 
     def _check(self) -> None:
         config, arch = self.config, self.source.arch
+        scheme_named(config.route.state.scheme)
+        hazard_named(config.hazard)
         if config.route.draft_tokens and not arch.mtp_layers:
             raise UsageError(
                 f"route.draft_tokens={config.route.draft_tokens}: this model has no MTP head "
@@ -48,7 +55,7 @@ class EngineTarget:
                 f"route.state.dtype={config.route.state.dtype.value}: wider than the arithmetic of "
                 f"model.dtype={config.model.dtype.value}; use auto"
             )
-        for name in ("banned_ids", "stop_ids"):
+        for name in ("banned_ids", "stop_ids", "logit_bias"):
             outside = [i for i in getattr(config.sampling, name) if not 0 <= i < arch.vocab_size]
             if outside:
                 raise UsageError(
@@ -68,15 +75,14 @@ class EngineTarget:
         self._positions = max(len(p.token_ids) + p.max_tokens for p in self.prompts())
         self._capacity = max(self._positions + rows, 1 + WARM_UP_STEPS * rows)
         self._check_memory()
-        self.model = self.source.build(self.config.model.dtype, self.device)
+        self.model = self.source.build(self.config.model.dtype, self.device, self.config.target.kernels)
         started = time.perf_counter()
         if self.config.route.compile:
             self.model.compile_rounds()
             # The first rounds compile, outside the timed region. NaN logits are the run's to report.
+            request = Request([0], self.config.sampling, KeyedNoise(0, 0, 0), self.stop_ids)
             with contextlib.suppress(NonFiniteError):
-                for _ in zip(
-                    range(WARM_UP_STEPS), self._decoder([0], KeyedNoise(0, 0, 0)).steps(), strict=False
-                ):
+                for _ in zip(range(WARM_UP_STEPS), decode(self._decoder(), request), strict=False):
                     pass
         self._compile_seconds = time.perf_counter() - started
 
@@ -85,7 +91,8 @@ class EngineTarget:
         arch = self.source.arch
         layers = arch.layer_types.count("full_attention") + arch.mtp_layers
         item = torch.empty(0, dtype=getattr(torch, self.config.model.dtype.value)).element_size()
-        needed = self._capacity * layers * 2 * arch.num_kv_heads * arch.head_dim * item
+        sequences = self.config.target.max_num_seqs
+        needed = sequences * self._capacity * layers * 2 * arch.num_kv_heads * arch.head_dim * item
         if self.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.device)[0]
         else:
@@ -98,15 +105,24 @@ class EngineTarget:
                 f"{needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free; ask for fewer tokens"
             )
 
-    def _decoder(self, prompt_ids: list[int], noise: KeyedNoise) -> Decoder:
+    def _decoder(self) -> Decoder:
         """One capacity for all prompts: a compiled round is made for its shapes."""
         config = self.config
         return Decoder(
-            self.model, config.route, config.sampling, prompt_ids, self._capacity, noise, self.stop_ids
+            self.model,
+            config.route,
+            self._capacity,
+            config.target.max_num_seqs,
+            hazard_named(config.hazard),
+            self.source.frequent,
         )
 
     def describe(self) -> dict[str, str | int | float]:
         """Facts for the record; parameters and bytes count the checkpoint's tensors, in the run's dtype."""
+        config, boundary = self.config, resolve(self.config.route, self.model.native)
+        idle = hazard_named(config.hazard).cannot_act(
+            config.route, config.sampling, config.target.max_num_seqs
+        )
         parameters = sum(math.prod(shape) for shape in expected_tensors(self.source.arch).values())
         return {
             "parameters": parameters,
@@ -114,8 +130,10 @@ class EngineTarget:
             "dtype": self.config.model.dtype.value,
             "device": str(self.device),
             "threads": torch.get_num_threads(),
-            "opaque": resolve(self.config.route).opaque.value,
+            "opaque": boundary.opaque.value,
+            "arithmetic": boundary.arithmetic.value,
             "compile_seconds": self._compile_seconds,
+            "hazard_cannot_act": idle or "",
             "positions": self._positions,
             "trained_positions": self.source.arch.max_position_embeddings,
         }
@@ -133,65 +151,48 @@ class EngineTarget:
         return prompts
 
     def generate(self, prompts: list[Prompt], repeat: int, on_progress: OnProgress) -> Iterator[Generation]:
-        """Decode each prompt in turn; see ``targets.base.Target``."""
+        """Decode the prompts, ``target.max_num_seqs`` at once; see ``targets.base.Target``."""
+        scheduler = Scheduler(self._decoder())
+        live: dict[int, _Live] = {}
         for prompt in prompts:
-            generation = self._one(prompt, repeat, on_progress)
-            yield generation
-            if generation.finish_reason == "interrupted":
-                raise KeyboardInterrupt
-
-    def _one(self, prompt: Prompt, repeat: int, on_progress: OnProgress) -> Generation:
-        config = self.config
-        noise = KeyedNoise(config.seed, prompt.index, repeat)
-        ids = list(prompt.token_ids)
-        delivery = Delivery(
-            self.source.text.stream(), self.stop_ids, config.sampling.stop_strings, prompt.max_tokens
-        )
-        rounds: list[Round] = []
-        accepted = 0
-        note = ""
-        started = now = shown = time.perf_counter()
-        prefill_seconds = 0.0
-        try:
-            decoder = self._decoder(ids, noise)
-            for number, step in enumerate(decoder.steps()):
-                position = len(delivery.token_ids)
-                emitted = delivery.push(step.tokens)
-                now, before = time.perf_counter(), now
-                if number == 0:
-                    prefill_seconds = now - before
+            noise = KeyedNoise(self.config.seed, prompt.index, repeat)
+            request = Request(prompt.token_ids, self.config.sampling, noise, self.stop_ids)
+            live[scheduler.add(request)] = self._live(prompt, repeat)
+        turns = scheduler.turns()
+        while live:
+            try:
+                number, step = next(turns)
+                one = live[number]
+                one.push(step)
+                if one.delivery.finish_reason:
+                    scheduler.finish(number)
+                    yield live.pop(number).generation()
                 else:
-                    passed = min(len(step.tokens) - 1, emitted)
-                    whole = emitted == len(step.tokens)
-                    rounds.append(
-                        Round(position, step.drafted if whole else passed, passed, emitted, now - before)
-                    )
-                    accepted += passed
-                if delivery.finish_reason:
-                    break
-                if now - shown > PROGRESS_SECONDS:
-                    shown = now
-                    decoded = now - started - prefill_seconds
-                    on_progress(
-                        Progress(prompt, repeat, len(delivery.token_ids), len(rounds), accepted, decoded)
-                    )
-        except KeyboardInterrupt:
-            delivery.finish_reason = "interrupted"
-        except NonFiniteError as error:
-            delivery.finish_reason = "model_non_finite" if error.from_scratch else "non_finite"
-            note = str(error)
-        return Generation(
-            prompt=prompt,
-            repeat=repeat,
-            seed=config.seed,
-            token_ids=delivery.token_ids,
-            text=delivery.text,
-            finish_reason=delivery.finish_reason or "interrupted",
-            rounds=rounds,
-            prefill_seconds=prefill_seconds,
-            decode_seconds=now - started - prefill_seconds,
-            note=note,
-        )
+                    one.show(on_progress)
+            except KeyboardInterrupt:
+                yield from self._cut_short(live, scheduler, "interrupted", "")
+                raise
+            except NonFiniteError as error:
+                reason = "model_non_finite" if error.from_scratch else "non_finite"
+                yield from self._cut_short(live, scheduler, reason, str(error))
+                yield from self.generate([one.prompt for one in live.values()], repeat, on_progress)
+                return
+
+    def _live(self, prompt: Prompt, repeat: int) -> _Live:
+        stop_strings = self.config.sampling.stop_strings
+        delivery = Delivery(self.source.text.stream(), self.stop_ids, stop_strings, prompt.max_tokens)
+        return _Live(prompt, repeat, self.config.seed, delivery)
+
+    @staticmethod
+    def _cut_short(
+        live: dict[int, _Live], scheduler: Scheduler, reason: str, note: str
+    ) -> Iterator[Generation]:
+        """What the running sequences have so far. Those that never started have nothing to show."""
+        for number in list(scheduler.running):
+            one = live.pop(number)
+            one.delivery.finish_reason = reason
+            one.note = note
+            yield one.generation()
 
     def score(self, generation: Generation) -> TokenScores | None:
         """Score under the same weights without drafts, in float32 or better."""
@@ -212,6 +213,68 @@ class EngineTarget:
         if not hasattr(self, "_reference_model"):
             self._reference_model = self.source.build(ModelDtype.float32, self.device)
         return self._reference_model
+
+
+@dataclass
+class _Live:
+    """A generation in the making."""
+
+    prompt: Prompt
+    repeat: int
+    seed: int
+    delivery: Delivery
+    rounds: list[Round] = field(default_factory=list)
+    accepted: int = 0
+    note: str = ""
+    prefill_seconds: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+    now: float = field(default_factory=time.perf_counter)
+    shown: float = 0.0
+
+    def push(self, step: Step) -> None:
+        """Take a step of the decoder; a sequence's clock runs from its first turn to its last."""
+        position = len(self.delivery.token_ids)
+        emitted = self.delivery.push(step.tokens)
+        self.now, before = time.perf_counter(), self.now
+        if position == 0 and not step.drafted and not self.prefill_seconds:
+            self.prefill_seconds = self.now - self.started
+            return
+        passed = min(len(step.tokens) - 1, emitted)
+        whole = emitted == len(step.tokens)
+        self.rounds.append(
+            Round(position, step.drafted if whole else passed, passed, emitted, self.now - before)
+        )
+        self.accepted += passed
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.now - self.started - self.prefill_seconds
+
+    def show(self, on_progress: OnProgress) -> None:
+        """Report, a few times a second."""
+        if self.now - self.shown > PROGRESS_SECONDS:
+            self.shown = self.now
+            tokens = len(self.delivery.token_ids)
+            on_progress(
+                Progress(
+                    self.prompt, self.repeat, tokens, len(self.rounds), self.accepted, self.decode_seconds
+                )
+            )
+
+    def generation(self) -> Generation:
+        """The record."""
+        return Generation(
+            prompt=self.prompt,
+            repeat=self.repeat,
+            seed=self.seed,
+            token_ids=self.delivery.token_ids,
+            text=self.delivery.text,
+            finish_reason=self.delivery.finish_reason or "interrupted",
+            rounds=self.rounds,
+            prefill_seconds=self.prefill_seconds,
+            decode_seconds=self.decode_seconds,
+            note=self.note,
+        )
 
 
 def _device(name: str) -> torch.device:

@@ -56,7 +56,7 @@ def tags(result: dict[str, Any], environment: dict[str, Any], folder: str, summa
         "interrupted": result.get("interrupted"),
         "verdict": verdict.get("kind"),
         "reason": verdict.get("reason"),
-        **{key: result.get(key) for key in ("route", "target", "model", "workload", "seed")},
+        **{key: result.get(key) for key in ("route", "hazard", "target", "model", "workload", "seed")},
         **{f"loaded.{key}": value for key, value in (result.get("loaded") or {}).items()},
     }
     return {_name(key): str(value)[:TAG_CHARS] for key, value in found.items() if value is not None}

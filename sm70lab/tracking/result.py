@@ -18,6 +18,7 @@ from sm70lab.schema import (
     VerdictKind,
 )
 
+NO_HAZARD = "none"
 SPEED = ("tokens_per_second", "rounds_per_second", "acceptance_length")
 
 
@@ -43,21 +44,23 @@ def build(
         "workload": config.workload.name,
         "seed": config.seed,
         "draft_tokens": config.route.draft_tokens,
+        "hazard": config.hazard,
         "fingerprint": fingerprint,
         "started": started.isoformat(timespec="milliseconds"),
         "finished": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "loaded": target,
         "verdict": None if verdict is None else _verdict(verdict),
-        "speed": None if verdict is None else speed(verdict),
+        "speed": None if verdict is None else speed(verdict, config.hazard),
         "generations": [_generation(generation) for generation in generations],
         "reproduces": None,
     }
 
 
-def speed(verdict: Verdict) -> dict[str, Any]:
+def speed(verdict: Verdict, hazard: str = NO_HAZARD) -> dict[str, Any]:
     """Pooled speed. Only a passing run's is valid, so that it may be ranked: a loop is fast too."""
     metrics = next((e.metrics for e in verdict.evidence if e.kind == "acceptance"), {})
     valid = verdict.kind == VerdictKind.passed and bool(metrics.get("speed_valid", 1))
+    valid = valid and hazard == NO_HAZARD
     return {"valid": valid, **{key: metrics.get(key) for key in SPEED}}
 
 
@@ -105,6 +108,15 @@ def speed_line(result: dict[str, Any]) -> str:
     return line if values["valid"] else f"{line} (invalid: only a passing run's speed counts)"
 
 
+def hazard_line(result: dict[str, Any]) -> str | None:
+    """What to say first and loudest of a run with a fault put in on purpose; None for an honest one."""
+    name = result.get("hazard", NO_HAZARD)
+    if name == NO_HAZARD:
+        return None
+    idle = result["loaded"].get("hazard_cannot_act")
+    return f"{name}: a fault put in on purpose" + (f"; it cannot act here: {idle}" if idle else "")
+
+
 def reproduces_line(result: dict[str, Any]) -> str | None:
     """What a forced re-run says about the earlier one; None for a first run."""
     found = result["reproduces"]
@@ -128,6 +140,8 @@ def summary(result: dict[str, Any]) -> str:
         lines.append(f"- speed: {speed_line(result)}")
     if (line := reproduces_line(result)) is not None:
         lines.append(f"- reproduces: {line}")
+    if (line := hazard_line(result)) is not None:
+        lines[1:1] = ["", f"**HAZARD {line}**"]
     lines += ["", "| generation | tokens | end | prefill s | decode s |", "|---|---|---|---|---|"]
     lines += [
         f"| {g['key']} | {g['tokens']} | {g['finish_reason']} "

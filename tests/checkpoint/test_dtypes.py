@@ -12,9 +12,10 @@ from refusal import MakeFolder, load
 from safetensors.torch import save_file
 from tiny_checkpoints import VOCABULARY, read_tensors
 
-from sm70lab.engine.decoder import Decoder
+from sm70lab.engine.decoder import Decoder, decode
 from sm70lab.engine.model import HybridModel
 from sm70lab.engine.noise import KeyedNoise
+from sm70lab.engine.sequence import Request
 from sm70lab.errors import NonFiniteError
 from sm70lab.schema import ModelDtype, Route, Sampling
 
@@ -71,10 +72,10 @@ def test_weights_that_float16_cannot_hold(copy_of: MakeFolder) -> None:
     tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = 1e5
     save_file(tensors, file)
     for dtype in (ModelDtype.float32, ModelDtype.float16):
-        route, noise = Route(draft_tokens=2), KeyedNoise(0, 0, 0)
-        decoder = Decoder(load(folder, dtype), route, Sampling(), [3, 4, 5], 64, noise, frozenset())
+        decoder = Decoder(load(folder, dtype), Route(draft_tokens=2), 64)
+        steps = decode(decoder, Request([3, 4, 5], Sampling(), KeyedNoise(0, 0, 0)))
         if dtype is ModelDtype.float32:
-            assert next(decoder.steps()).tokens
+            assert next(steps)[1].tokens
         else:
             with pytest.raises(NonFiniteError, match=r"layer 1 \(linear_attention\)"):
-                next(decoder.steps())
+                next(steps)

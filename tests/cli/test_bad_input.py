@@ -15,7 +15,7 @@ from sm70lab.cli import main
 
 # arguments, and words the one line must hold
 MISTAKES = [
-    ("route=ful_forward", "no such route; did you mean full_forward? (full_forward, no_mtp"),
+    ("route=ful_forward", "no such route; did you mean full_forward? (context_core, full_forward"),
     ("experiment=nope", "no such experiment; choose from"),
     ("tracking=of", "did you mean off?"),
     ("route=null", "route=null: choose from"),
@@ -34,6 +34,11 @@ MISTAKES = [
     ("route.draft_tokens=-1", "must be 0 to 8"),
     ("route.state.block_size=0", "at least 1 token"),
     ("route=full_forward route.spec_core_003=true", "route.full_forward=true and route.spec_core_003=true"),
+    ("route=input_core route.context_core=true", "route.input_core=true and route.context_core=true"),
+    ("route=packed_recurrent route.draft_tokens=2", "rounds of one row, and these have 3"),
+    ("route=packed_recurrent route.state.scheme=fold", "use route.state.scheme=slots"),
+    ("route.graph=full", "route.graph=full: a CUDA graph captures a compiled round"),
+    ("route.graph=half", "one of none, piecewise, full, full_and_piecewise"),
     ("sampling.temperature=-0.1", "must be 0 (greedy) or 0.0001 to 10000"),
     ("sampling.temperature=nan", "must be 0 (greedy) or 0.0001 to 10000"),
     ("sampling.temperature=1e-5", "must be 0 (greedy) or 0.0001 to 10000"),

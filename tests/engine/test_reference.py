@@ -29,7 +29,7 @@ def step_logits(ids: list[int], prompt_length: int) -> torch.Tensor:
     rows = []
     with torch.inference_mode():
         for token in ids[:-1]:
-            rows.append(m.logits(m.run(torch.tensor([[token]]), store, kv, prefill=False)[0]))
+            rows.append(m.logits(m.run(torch.tensor([[token]]), [0], store, kv, prefill=False)[0]))
             store.commit([1])
     return torch.cat(rows)[prompt_length - 1 :]
 

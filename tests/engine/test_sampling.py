@@ -7,10 +7,13 @@ import pytest
 import torch
 from scipy import stats
 
+from sm70lab.config import compose
 from sm70lab.engine.noise import KeyedNoise, Stream
-from sm70lab.engine.rejection import Drafts, accept, one_hot
+from sm70lab.engine.rejection import Drafts, accept, one_hot, prob_of, probs_of
 from sm70lab.engine.sampling import Candidates, LogitsRules, sample, truncate
 from sm70lab.errors import UsageError
+from sm70lab.kernels import native
+from sm70lab.kernels.arithmetic import Arithmetic
 from sm70lab.schema import DraftSampling, Sampling
 from tests.engine import tiny
 from tests.engine.assertions import assert_close
@@ -91,6 +94,17 @@ def test_truncation_is_the_written_out_rule(s: Sampling) -> None:
         assert_close(row, torch.tensor(truncated(wanted, s)), 1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("s", [*SAMPLINGS, Sampling(), Sampling(top_k=65)])
+def test_native_top_k_truncates_to_the_same_bits(s: Sampling, dtype: torch.dtype) -> None:
+    if (reason := native.available()) is not None:
+        pytest.skip(reason)
+    logits = torch.randn(5, 4096, generator=torch.Generator().manual_seed(2), dtype=dtype) * 3
+    logits[:, 7] = -torch.inf  # a ban
+    plain, fast = truncate(logits, s), truncate(logits, s, arithmetic=Arithmetic.native)
+    assert torch.equal(plain.ids, fast.ids) and torch.equal(plain.probs, fast.probs)
+
+
 @pytest.mark.parametrize("s", SAMPLINGS)
 @pytest.mark.parametrize(
     "rule", [DraftSampling.probabilistic, DraftSampling.greedy, DraftSampling.token_matching]
@@ -134,8 +148,9 @@ def test_a_wrongly_reported_draft_distribution_is_noticed() -> None:
 
 
 def test_probability_of_a_token_outside_the_candidates_is_zero() -> None:
-    c = Candidates(torch.tensor([[3, 1]]), torch.tensor([[0.75, 0.25]]))
-    assert c.prob_of(torch.tensor([[1, 3, 0]])).tolist() == [[0.25, 0.75, 0.0]]
+    ids, probs = Candidates(torch.tensor([[3, 1]]), torch.tensor([[0.75, 0.25]])).on_host()
+    assert probs_of(np.array([1, 3, 0, 9]), ids[0], probs[0]).tolist() == [0.25, 0.75, 0.0, 0.0]
+    assert [prob_of(np.array([token]), ids, probs).item() for token in (1, 3, 0)] == [0.25, 0.75, 0.0]
 
 
 def test_rejection_over_a_whole_large_vocabulary_needs_no_square_of_it() -> None:
@@ -189,6 +204,35 @@ def test_penalty_formulas() -> None:
     logits = rules.apply(torch.tensor([[1.0, 1.0, 1.0, -1.0]] * 2, dtype=torch.float64), 2, [3])
     assert logits[0].tolist() == [1.0, 0.5, 0.5 - 0.5 - 0.5, -1.0]
     assert logits[1].tolist() == [1.0, 0.5, 0.5 - 0.5 - 0.5, -2.0 - 0.5 - 0.25]
+
+
+def test_bias_comes_after_penalties_and_before_bans() -> None:
+    s = Sampling(repetition_penalty=2.0, logit_bias={1: 3.0, 2: -1.5, 0: 9.0}, banned_ids=[0])
+    rules = LogitsRules(s, [1], frozenset())
+    logits = rules.apply(torch.tensor([[1.0, 1.0, 1.0, -1.0]] * 2, dtype=torch.float64), 0, [3])
+    assert logits.tolist() == [[-torch.inf, 3.5, -0.5, -1.0], [-torch.inf, 3.5, -0.5, -2.0]]
+
+
+def test_bias_is_a_setting() -> None:
+    assert compose(["sampling.logit_bias={5:-2.5,7:1}"]).sampling.logit_bias == {5: -2.5, 7: 1.0}
+    assert compose().sampling.logit_bias == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "must"),
+    [
+        ("{5:nan}", "-1e12 to 1e12"),
+        ("{5:-inf}", "use sampling.banned_ids"),
+        ("{5:1e13}", "-1e12 to 1e12"),
+        ("{-1:2}", "token ids must be whole numbers"),
+        ("{true:2}", "token ids must be whole numbers"),
+        ("{a:2}", "Key a"),
+        ("{5:a}", "could not be converted to Float"),
+    ],
+)
+def test_a_bias_that_cannot_work_is_refused(value: str, must: str) -> None:
+    with pytest.raises(UsageError, match=rf"sampling\.logit_bias.*{must}"):
+        compose([f"sampling.logit_bias={value}"])
 
 
 def test_min_tokens_bans_end_tokens_row_by_row() -> None:

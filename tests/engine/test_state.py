@@ -29,15 +29,15 @@ def test_reject_at_every_depth(scheme: str, depths: tuple[int, ...]) -> None:
     store, kv = store_and_cache(scheme, rows=4)
     committed = tiny.prompt(13)
     with torch.inference_mode():
-        m.run(torch.tensor([committed]), store, kv, prefill=True)
+        m.run(torch.tensor([committed]), [0], store, kv, prefill=True)
         store.commit([13])
         for depth in depths:
             right = [(11 * len(committed) + i) % 64 for i in range(depth)]
             wrong = [63 - t for t in range(4 - depth)]
-            m.run(torch.tensor([right + wrong]), store, kv, prefill=False)
+            m.run(torch.tensor([right + wrong]), [0], store, kv, prefill=False)
             store.commit([depth])
             committed = committed + right
-            assert_states(store.snapshot(), tiny.replayed(m, committed), LIMIT, f"after {depths}")
+            assert_states(store.snapshot([0]), tiny.replayed(m, committed), LIMIT, f"after {depths}")
     assert store.position == [len(committed)]
 
 
@@ -52,12 +52,12 @@ def test_chunked_prefill_gives_the_same_state(scheme: str, length: int, chunks: 
     done = 0
     with torch.inference_mode():
         for size in chunks:
-            hidden = m.run(torch.tensor([ids[done : done + size]]), store, kv, prefill=True)
+            hidden = m.run(torch.tensor([ids[done : done + size]]), [0], store, kv, prefill=True)
             store.commit([size])
             done += size
         one_shot_store, one_shot_kv = store_and_cache(scheme, rows=4)
-        wanted = m.run(torch.tensor([ids]), one_shot_store, one_shot_kv, prefill=True)
-    assert_states(store.snapshot(), tiny.replayed(m, ids), LIMIT)
+        wanted = m.run(torch.tensor([ids]), [0], one_shot_store, one_shot_kv, prefill=True)
+    assert_states(store.snapshot([0]), tiny.replayed(m, ids), LIMIT)
     assert_close(hidden[:, -1], wanted[:, -1], LIMIT)
 
 
@@ -65,20 +65,20 @@ def test_chunked_prefill_gives_the_same_state(scheme: str, length: int, chunks: 
 def test_two_sequences_of_one_store_advance_apart(scheme: str) -> None:
     """Two sequences in one batch with unequal accepted counts keep the states of their solo runs."""
     m = tiny.model()
-    store = StateStore(m.arch, scheme, torch.float64, m.dtype, tiny.CPU, rows=4, batch=2)
-    kv = KVCache(m.arch, 1, 60, m.dtype, tiny.CPU, batch=2)
+    store = StateStore(m.arch, scheme, torch.float64, m.dtype, tiny.CPU, rows=4, slots=2)
+    kv = KVCache(m.arch, 1, 60, m.dtype, tiny.CPU, slots=2)
     rows = torch.tensor([tiny.prompt(10), tiny.prompt(20)[10:]])
     committed = [rows[0].tolist(), rows[1].tolist()]
     with torch.inference_mode():
-        m.run(rows, store, kv, prefill=True)
+        m.run(rows, [0, 1], store, kv, prefill=True)
         store.commit([10, 10])
         for counts in ([1, 4], [3, 2], [4, 1]):
             block = torch.tensor([[7, 8, 9, 10], [50, 40, 30, 20]])
-            m.run(block, store, kv, prefill=False)
+            m.run(block, [0, 1], store, kv, prefill=False)
             store.commit(counts)
             for b, n in enumerate(counts):
                 committed[b] += block[b, :n].tolist()
-        snapshot = store.snapshot()
+        snapshot = store.snapshot([0, 1])
     for b in range(2):
         alone = [(conv[b : b + 1], ssm[b : b + 1]) for conv, ssm in snapshot]
         assert_states(alone, tiny.replayed(m, committed[b]), LIMIT, f"sequence {b}")
@@ -88,7 +88,7 @@ def test_two_sequences_of_one_store_advance_apart(scheme: str) -> None:
 def test_commit_refuses_counts_outside_the_round(count: int) -> None:
     store, kv = store_and_cache("slots", rows=4)
     with torch.inference_mode():
-        tiny.model().run(torch.tensor([[1, 2, 3, 4]]), store, kv, prefill=False)
+        tiny.model().run(torch.tensor([[1, 2, 3, 4]]), [0], store, kv, prefill=False)
     with pytest.raises(ValueError, match=r"each must be 1\.\.4"):
         store.commit([count])
 
@@ -96,18 +96,18 @@ def test_commit_refuses_counts_outside_the_round(count: int) -> None:
 def test_prefill_is_never_committed_in_part() -> None:
     store, kv = store_and_cache("replay", rows=4)
     with torch.inference_mode():
-        tiny.model().run(torch.tensor([[1, 2, 3, 4]]), store, kv, prefill=True)
+        tiny.model().run(torch.tensor([[1, 2, 3, 4]]), [0], store, kv, prefill=True)
     with pytest.raises(ValueError, match="all rows of a prefill"):
         store.commit([3])
 
 
 def test_a_round_must_be_committed_before_the_next() -> None:
     store, _ = store_and_cache("slots", rows=4)
-    store.begin(4, prefill=False)
+    store.begin([0], 4, prefill=False)
     with pytest.raises(RuntimeError, match="still open"):
-        store.begin(4, prefill=False)
-    with pytest.raises(ValueError, match="rounds of 4"):
-        store_and_cache("slots", rows=4)[0].begin(3, prefill=False)
+        store.begin([0], 4, prefill=False)
+    with pytest.raises(ValueError, match=r"rounds of 1\.\.4"):
+        store_and_cache("slots", rows=4)[0].begin([0], 5, prefill=False)
 
 
 def test_float16_state_keeps_its_type_and_its_distance() -> None:
@@ -118,7 +118,7 @@ def test_float16_state_keeps_its_type_and_its_distance() -> None:
             kv = KVCache(m.arch, 1, 60, m.dtype, tiny.CPU)
             ids = tiny.prompt(20)
             for i in range(0, 20, 2):
-                m.run(torch.tensor([ids[i : i + 2]]), store, kv, prefill=False)
+                m.run(torch.tensor([ids[i : i + 2]]), [0], store, kv, prefill=False)
                 store.commit([2])
             assert store.layers[0][1].dtype == torch.float16
-            assert_states(store.snapshot(), tiny.replayed(m, ids), 2e-3, scheme)
+            assert_states(store.snapshot([0]), tiny.replayed(m, ids), 2e-3, scheme)

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
 
+from sm70lab.engine import schemes
 from sm70lab.engine.decoder import Decoder
 from sm70lab.engine.kv_cache import KVCache
 from sm70lab.engine.loading import find
 from sm70lab.engine.model import HybridModel
 from sm70lab.engine.noise import KeyedNoise
+from sm70lab.engine.sequence import Request, Step
 from sm70lab.engine.state import StateStore
 from sm70lab.schema import (
     DraftSampling,
+    KernelSet,
     ModelDtype,
     ModelSpec,
     Proposal,
     Route,
     Sampling,
     StateConfig,
-    StateScheme,
 )
 
 CPU = torch.device("cpu")
@@ -43,7 +46,7 @@ SHAPE: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
 GREEDY = Sampling(temperature=0.0)
-SCHEMES = ["slots", "replay"]
+SCHEMES = list(schemes.SCHEMES)
 
 
 def prompt(length: int) -> list[int]:
@@ -52,9 +55,14 @@ def prompt(length: int) -> list[int]:
 
 
 @cache
-def model(vocab_size: int = 64, seed: int = 0, dtype: ModelDtype = ModelDtype.float64) -> HybridModel:
+def model(
+    vocab_size: int = 64,
+    seed: int = 0,
+    dtype: ModelDtype = ModelDtype.float64,
+    kernels: KernelSet = KernelSet.auto,
+) -> HybridModel:
     spec = ModelSpec(name="random", shape={**SHAPE, "vocab_size": vocab_size}, seed=seed)
-    return find(spec).build(dtype, CPU)
+    return find(spec).build(dtype, CPU, kernels)
 
 
 def route(
@@ -64,8 +72,30 @@ def route(
     block: int = 8,
     **flags: Any,
 ) -> Route:
-    state = StateConfig(scheme=StateScheme(scheme), block_size=block)
+    state = StateConfig(scheme=scheme, block_size=block)
     return Route(draft_tokens=k, draft_sampling=sampling, state=state, proposal=Proposal.top_k_top_p, **flags)
+
+
+class Solo:
+    """A decoder with one sequence in it."""
+
+    def __init__(self, decoder: Decoder, request: Request) -> None:
+        self.decoder, self.store, self.kv = decoder, decoder.store, decoder.kv
+        self.sequence = decoder.admit(request)
+        self.output = self.sequence.output
+
+    @property
+    def rounds(self) -> int:
+        return self.sequence.rounds
+
+    def steps(self) -> Iterator[Step]:
+        while True:
+            if self.sequence.in_prefill:
+                step = self.decoder.prefill(self.sequence)
+            else:
+                (step,) = self.decoder.round([self.sequence])
+            if step is not None:
+                yield step
 
 
 def decoder(
@@ -77,11 +107,11 @@ def decoder(
     seed: int = 0,
     repeat: int = 0,
     stop_ids: frozenset[int] = frozenset(),
-) -> Decoder:
-    return Decoder(m, r, sampling, ids, capacity, KeyedNoise(seed, 0, repeat), stop_ids)
+) -> Solo:
+    return Solo(Decoder(m, r, capacity), Request(ids, sampling, KeyedNoise(seed, 0, repeat), stop_ids))
 
 
-def decode(d: Decoder, tokens: int) -> list[int]:
+def decode(d: Solo, tokens: int) -> list[int]:
     """At least ``tokens`` output tokens, cut to as many."""
     for _ in d.steps():
         if len(d.output) >= tokens:
@@ -95,6 +125,6 @@ def replayed(m: HybridModel, ids: list[int]) -> list[tuple[torch.Tensor, torch.T
     kv = KVCache(m.arch, 1, len(ids), m.dtype, CPU)
     with torch.inference_mode():
         for token in ids:
-            m.run(torch.tensor([[token]]), store, kv, prefill=False)
+            m.run(torch.tensor([[token]]), [0], store, kv, prefill=False)
             store.commit([1])
-        return store.snapshot()
+        return store.snapshot([0])

@@ -77,9 +77,9 @@ class Run:
     ) -> None:
         self.model = model
         wide = torch.promote_types(model.dtype, torch.float32)
-        self.store = StateStore(model.arch, scheme, wide, model.dtype, CPU, rows=room, batch=batch)
+        self.store = StateStore(model.arch, scheme, wide, model.dtype, CPU, rows=room, slots=batch)
         layers = model.arch.layer_types.count("full_attention")
-        self.kv = KVCache(model.arch, layers, capacity, model.dtype, CPU, batch=batch)
+        self.kv = KVCache(model.arch, layers, capacity, model.dtype, CPU, slots=batch)
         for keys, values in self.kv.layers:  # rows never written must never be read
             keys.fill_(torch.nan)
             values.fill_(torch.nan)
@@ -88,6 +88,6 @@ class Run:
         """Run and commit one step of each sequence; the rows' logits [B, T, V]."""
         with torch.inference_mode():
             rows = torch.tensor([s.rows for s in steps])
-            hidden = self.model.run(rows, self.store, self.kv, steps[0].prefill, boundary)
+            hidden = self.model.run(rows, range(len(steps)), self.store, self.kv, steps[0].prefill, boundary)
             self.store.commit([s.keep for s in steps])
             return self.model.logits(hidden)

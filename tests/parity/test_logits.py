@@ -124,7 +124,7 @@ def test_state_after_rejections(checkpoints: Checkpoints, scheme: str, name: str
     cache = checkpoints(name).oracle.run(torch.tensor([committed]), torch.float64, use_cache=True).cache
     kept = [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
     assert len(kept) == len(run.store.layers)
-    for layer, (window, state) in zip(kept, run.store.snapshot(), strict=True):
+    for layer, (window, state) in zip(kept, run.store.snapshot(range(run.store.live)), strict=True):
         (conv,), (ssm,) = (
             list(s.values() if isinstance(s, dict) else s)
             for s in (layer.conv_states, layer.recurrent_states)

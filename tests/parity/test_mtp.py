@@ -9,7 +9,6 @@ from engine_runs import CPU, Run, Step, load
 from tiny_checkpoints import RECIPES, VOCABULARY, Checkpoints
 
 from sm70lab.engine.kv_cache import KVCache
-from sm70lab.engine.routes import REFERENCE
 
 RMS = 1e-10
 ABSOLUTE = 1e-9
@@ -31,7 +30,7 @@ def test_prefix_and_recursive_rows(checkpoints: Checkpoints, name: str) -> None:
     target = checkpoint.oracle.hidden(ids)
     run = Run(model, "slots", 1)
     with torch.inference_mode():
-        hidden = model.run(torch.tensor([ids]), run.store, run.kv, prefill=True)
+        hidden = model.run(torch.tensor([ids]), [0], run.store, run.kv, prefill=True)
     assert_close(hidden[0], target, RMS, ABSOLUTE, "hidden states after the final norm")
 
     kv = KVCache(model.arch, 1, 64, torch.float64, CPU)
@@ -40,7 +39,9 @@ def test_prefix_and_recursive_rows(checkpoints: Checkpoints, name: str) -> None:
 
     def draft(tokens: list[int], rows: torch.Tensor, start: int) -> torch.Tensor:
         with torch.inference_mode():
-            return model.draft(torch.tensor([tokens]), rows[None], torch.tensor([start]), kv, REFERENCE)[0]
+            return model.draft(
+                torch.tensor([tokens]), rows[None], torch.tensor([0]), torch.tensor([start]), kv
+            )[0]
 
     done = 0
     for first, last in ((0, 4), (4, 9), (9, 11)):  # rows of the target: two prefills, then two accepted

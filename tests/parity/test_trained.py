@@ -14,10 +14,11 @@ from oracle import Oracle
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from sm70lab.engine.decoder import Decoder
+from sm70lab.engine.decoder import Decoder, decode
 from sm70lab.engine.loading import EMBEDDED
 from sm70lab.engine.noise import KeyedNoise
-from sm70lab.schema import DraftSampling, Route, Sampling, StateConfig, StateScheme
+from sm70lab.engine.sequence import Request
+from sm70lab.schema import DraftSampling, Route, Sampling, StateConfig
 
 TOKENS = 220
 PROMPT = (
@@ -63,11 +64,9 @@ ROUTES = {
         full_forward=True,
         draft_tokens=3,
         draft_sampling=DraftSampling.token_matching,
-        state=StateConfig(scheme=StateScheme.slots, block_size=16),
+        state=StateConfig(scheme="slots", block_size=16),
     ),
-    "spec_core_003_slots": Route(
-        spec_core_003=True, draft_tokens=5, state=StateConfig(scheme=StateScheme.slots)
-    ),
+    "spec_core_003_slots": Route(spec_core_003=True, draft_tokens=5, state=StateConfig(scheme="slots")),
 }
 
 
@@ -75,18 +74,11 @@ ROUTES = {
 def test_greedy_tokens(trained: Path, prompt: list[int], greedy: list[int], name: str) -> None:
     model = load(trained, torch.float32)
     route = ROUTES[name]
-    decoder = Decoder(
-        model,
-        route,
-        Sampling(temperature=0),
-        prompt,
-        len(prompt) + TOKENS + 2 * route.draft_tokens + 2,
-        KeyedNoise(0, 0, 0),
-        frozenset(),
-    )
+    decoder = Decoder(model, route, len(prompt) + TOKENS + 2 * route.draft_tokens + 2)
+    request = Request(prompt, Sampling(temperature=0), KeyedNoise(0, 0, 0))
     output: list[int] = []
     rounds = 0
-    for step in decoder.steps():
+    for _, step in decode(decoder, request):
         output += step.tokens
         rounds += 1
         if len(output) >= TOKENS:

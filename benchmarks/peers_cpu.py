@@ -35,7 +35,7 @@ def transformers_greedy(tokens: int, threads: int) -> dict[str, float]:
     return {"tokens_per_second": speed, "rounds_per_second": speed, "acceptance_length": 1.0}
 
 
-def llama_cpp(server: Path, tokens: int, threads: int, repeats: int) -> list[list[dict[str, float]]]:
+def llama_cpp(server: Path, tokens: int, threads: int) -> list[dict[str, float]]:
     """llama.cpp's own timings, without drafts and with its MTP drafts."""
     from tokenizers import Tokenizer
 
@@ -47,19 +47,13 @@ def llama_cpp(server: Path, tokens: int, threads: int, repeats: int) -> list[lis
         log = Path(temporary) / "output.log"
         weights = gguf.convert(gguf.find_source(server, None), EMBEDDED, Path(temporary), "f32", log)
         settings = Settings(server, weights, len(ids) + tokens + DRAFTS + 16, threads, timeout=600)
-        found: list[list[dict[str, float]]] = []
+        found: list[dict[str, float]] = []
         for drafts in (0, DRAFTS):
-            found.append([])
-            for _ in range(repeats):
-                answer = complete(settings, ids, tokens, drafts, log)
-                rounds = len(answer.ids) - 1 - answer.accepted  # the first token comes from the prompt
-                length = (len(answer.ids) - 1) / rounds
-                speed = answer.tokens_per_second
-                found[-1].append(
-                    {
-                        "tokens_per_second": speed,
-                        "rounds_per_second": speed / length,
-                        "acceptance_length": length,
-                    }
-                )
+            answer = complete(settings, ids, tokens, drafts, log)
+            rounds = len(answer.ids) - 1 - answer.accepted  # the first token comes from the prompt
+            length = (len(answer.ids) - 1) / rounds
+            speed = answer.tokens_per_second
+            found.append(
+                {"tokens_per_second": speed, "rounds_per_second": speed / length, "acceptance_length": length}
+            )
         return found

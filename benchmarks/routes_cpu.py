@@ -42,15 +42,17 @@ ROUTES = {
     "input_core": ["route=input_core"],
     "full_forward": ["route=full_forward"],
     "spec_core_003": ["route=spec_core_003"],
+    "whole_round": ["route=whole_round"],
 }
 VARIANTS = {
-    "split, slots": ["route=split", "route.state.scheme=slots"],
-    "split, snapshot": ["route=split", "route.state.scheme=snapshot"],
-    "split, fold": ["route=split", "route.state.scheme=fold"],
-    "split, coupled": ["route=split", "route.draft_sampling=coupled"],
-    "split, shortlist": ["route=split", "route.draft_head=shortlist"],
-    "split, int8 head": ["route=split", "route.draft_head=int8"],
-    "split, greedy": ["route=split", "sampling=greedy"],
+    "whole_round, no drafts": ["route=whole_round", "route.draft_tokens=0"],
+    "whole_round, slots": ["route=whole_round", "route.state.scheme=slots"],
+    "whole_round, snapshot": ["route=whole_round", "route.state.scheme=snapshot"],
+    "whole_round, fold": ["route=whole_round", "route.state.scheme=fold"],
+    "whole_round, coupled": ["route=whole_round", "route.draft_sampling=coupled"],
+    "whole_round, shortlist": ["route=whole_round", "route.draft_head=shortlist"],
+    "whole_round, int8 head": ["route=whole_round", "route.draft_head=int8"],
+    "whole_round, greedy": ["route=whole_round", "sampling=greedy"],
     "split, plain kernels": ["route=split", "target.kernels=plain"],
     "no_mtp, plain kernels": ["route=no_mtp", "target.kernels=plain"],
 }
@@ -123,13 +125,14 @@ def main() -> None:
         for name, overrides in plans.items():
             add(rows[name], measure(overrides, options))
         add(rows[PEERS[0]], peers_cpu.transformers_greedy(options.tokens, options.threads))
-    if options.llama_server:
-        runs = peers_cpu.llama_cpp(options.llama_server, options.tokens, options.threads, options.repeats)
-        for name, found in zip(PEERS[1:], runs, strict=True):
-            for one in found:
-                add(rows[name], one)
+        if options.llama_server:
+            runs = peers_cpu.llama_cpp(options.llama_server, options.tokens, options.threads)
+            for name, found in zip(PEERS[1:], runs, strict=True):
+                add(rows[name], found)
     if options.compile:
         for name, overrides in ROUTES.items():
+            if name == "whole_round":  # recorded: there is nothing to compile
+                continue
             rows[f"{name}, compiled"] = measure_compiled(overrides, options)
     show({name: row for name, row in rows.items() if row.tokens_per_second}, options)
 

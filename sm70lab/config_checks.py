@@ -9,9 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from sm70lab import addresses
-from sm70lab.schema import ExperimentConfig, ModelSpec, PromptSpec, Sampling, Tracking
+from sm70lab.schema import (
+    ExperimentConfig,
+    GraphMode,
+    KernelSet,
+    ModelDtype,
+    ModelSpec,
+    PromptSpec,
+    Sampling,
+    Tracking,
+)
 
 MAX_DRAFT_TOKENS = 8
+MAX_NUM_SEQS = 256
 MAX_SEED = 2**63 - 1
 CONTRACTS = ("html",)
 TARGETS = ("engine",)
@@ -54,6 +64,7 @@ def complaints(config: ExperimentConfig) -> Iterator[tuple[str, Any, str]]:
         yield "seed", config.seed, f"must be 0 to {MAX_SEED}"
     if config.repeats < 1:
         yield "repeats", config.repeats, "must be at least 1"
+    yield from _route_complaints(config)
     yield from _model_complaints(config.model)
     yield from _workload_complaints(config)
     yield from _sampling_complaints(config.sampling)
@@ -65,6 +76,28 @@ def complaints(config: ExperimentConfig) -> Iterator[tuple[str, Any, str]]:
     if gate.window_tokens < 1:
         yield "gate.window_tokens", gate.window_tokens, "must be at least 1 token"
     yield from _tracking_complaints(config.tracking)
+
+
+def _route_complaints(config: ExperimentConfig) -> Iterator[tuple[str, Any, str]]:
+    route, state, target = config.route, config.route.state, config.target
+    if route.shortlist_size < 1:
+        yield "route.shortlist_size", route.shortlist_size, "must be at least 1 id"
+    for key in ("prefill_chunk", "prefix_blocks"):
+        if getattr(state, key) < 0:
+            yield f"route.state.{key}", getattr(state, key), "must be 0 (off) or more"
+    if state.prefix_blocks and state.block_size <= route.draft_tokens:
+        must = (
+            f"must be above route.draft_tokens={route.draft_tokens}: a round may cross one block edge alone"
+        )
+        yield "route.state.block_size", state.block_size, must
+    if not 1 <= target.max_num_seqs <= MAX_NUM_SEQS:
+        yield "target.max_num_seqs", target.max_num_seqs, f"must be 1 to {MAX_NUM_SEQS}"
+    if route.graph is GraphMode.full:
+        if target.kernels is KernelSet.plain:
+            yield "target.kernels", "plain", "route.graph=full records native calls; use route.graph=none"
+        if config.model.dtype not in (ModelDtype.float32, ModelDtype.float64):
+            must = "route.graph=full records native calls, which compute in float32 and float64"
+            yield "model.dtype", config.model.dtype.value, must
 
 
 def _model_complaints(model: ModelSpec) -> Iterator[tuple[str, Any, str]]:

@@ -105,10 +105,13 @@ def tally(jobs: list[tuple[str, list[int]]], wanted: int) -> dict[str, object]:
     """Failures by criterion of (text, tokens) runs that should have `wanted` tokens."""
     with ProcessPoolExecutor() as pool:
         broken = list(pool.map(_judge, jobs, chunksize=8))
+    sound = [not names for names in broken]
+    whole = [len(tokens) >= wanted for _, tokens in jobs]
     return {
         "runs": len(jobs),
-        "passed": sum(1 for names in broken if not names),
-        "reached": sum(1 for _, tokens in jobs if len(tokens) >= wanted),
+        "passed": sum(sound),
+        "reached": sum(whole),
+        "whole_and_sound": sum(map(all, zip(whole, sound, strict=True))),
         "failures": dict(Counter(name for names in broken for name in names)),
     }
 
@@ -119,6 +122,7 @@ def long_runs(
     taus: list[float],
     per_prompt: int,
     count: int,
+    seed: int,
     shares: tuple[float, ...] = (0.5, 1.0),
 ) -> dict[str, object]:
     """Sample every prompt `per_prompt` times at each temperature and judge prefixes of the runs."""
@@ -131,7 +135,7 @@ def long_runs(
         for _ in range(per_prompt)
     ]
     tau = torch.tensor([item[0] for item in plan])
-    runs = generate(model, [item[2] for item in plan], tau, count, seed=20260620)
+    runs = generate(model, [item[2] for item in plan], tau, count, seed)
     report: dict[str, object] = {}
     for value in taus:
         for kind in prompts:
@@ -150,7 +154,7 @@ def long_runs(
     return report
 
 
-def acceptance(model: WebModel, tokenizer: Tokenizer, rows: int, rounds: int) -> dict[str, object]:
+def acceptance(model: WebModel, tokenizer: Tokenizer, rows: int, rounds: int, seed: int) -> dict[str, object]:
     """Real speculative sampling with four drafts, per raw prompt kind."""
     prompts = json.loads((HERE / "prompts.json").read_text())
     report: dict[str, object] = {}
@@ -158,7 +162,7 @@ def acceptance(model: WebModel, tokenizer: Tokenizer, rows: int, rounds: int) ->
         encoded = [tokenizer.encode(prompt).ids for prompt in prompts[kind]]
         shortest = min(map(len, encoded))
         chosen = [ids[-shortest:] for ids in encoded] * (rows // len(encoded))
-        found, runs = speculate(model, chosen, rounds, seed=20260620)
+        found, runs = speculate(model, chosen, rounds, seed)
         report[kind] = {
             "rows": len(chosen),
             "rounds": found.rounds,
@@ -179,6 +183,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=6000, help="tokens a run")
     parser.add_argument("--rows", type=int, default=64, help="rows of the speculative runs")
     parser.add_argument("--rounds", type=int, default=800, help="rounds of the speculative runs")
+    parser.add_argument("--seed", type=int, default=20260620)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     reports: dict[str, object] = {}
@@ -189,8 +194,8 @@ def main() -> int:
             model, tokenizer = checkpoint.load(folder, device)
             report: dict[str, object] = {
                 "heldout": teacher_forced(model, tokenizer, texts, args.taus),
-                "acceptance": acceptance(model, tokenizer, args.rows, args.rounds),
-                "runs": long_runs(model, tokenizer, args.taus, args.per_prompt, args.count),
+                "acceptance": acceptance(model, tokenizer, args.rows, args.rounds, args.seed),
+                "runs": long_runs(model, tokenizer, args.taus, args.per_prompt, args.count, args.seed),
             }
             report["seconds"] = round(time.time() - start, 1)
             reports[str(folder)] = report

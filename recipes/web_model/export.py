@@ -1,10 +1,11 @@
 """Export trained weights as a Hugging Face folder (float16, Qwen3.5 text layout with mtp.*).
 
     python -m recipes.web_model.export --weights OUT/weights.pt --data DATA --out DIR \\
-        --tau-main 1.1 --tau-mtp 1.1
+        --tau-main 1.1 --tau-mtp 1.1 --end-row-scale 0.9
 
-Copies tokenizer.json from DATA and folds the temperatures into the last norms. `--weights` may
-also be an exported folder, to fold temperatures found later into it.
+Copies tokenizer.json from DATA, folds the temperatures into the last norms and scales the row of
+<|im_end|> in the embedding. `--weights` may also be an exported folder, to fold factors found later
+into it.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tau-main", type=float, default=1.0)
     parser.add_argument("--tau-mtp", type=float, default=1.0)
+    parser.add_argument("--end-row-scale", type=float, default=1.0, help="of the logit of <|im_end|>")
     args = parser.parse_args()
     try:
         if args.weights.is_dir():
@@ -114,6 +116,10 @@ def main() -> int:
             model = WebModel(Config())
             model.load_state_dict(torch.load(args.weights, map_location="cpu", weights_only=True))
         checkpoint.fold_temperature(model, args.tau_main, args.tau_mtp)
+        # A temperature that keeps long runs from looping also lifts <|im_end|>, and one document in
+        # sixty ends early by itself. Its logit is linear in this row of the tied embedding.
+        with torch.no_grad():
+            model.model.embed_tokens.weight[IM_END] *= args.end_row_scale
         export(model, args.data / "tokenizer.json", args.out)
     except (OSError, RuntimeError) as error:
         print(f"export: {error}", file=sys.stderr)

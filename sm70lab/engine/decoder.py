@@ -12,6 +12,7 @@ from sm70lab.engine.kv_cache import KVCache
 from sm70lab.engine.model import HybridModel
 from sm70lab.engine.noise import Stream
 from sm70lab.engine.prefix_cache import PrefixCache
+from sm70lab.engine.recorded import Recorded
 from sm70lab.engine.rejection import Drafts, accept, one_hot
 from sm70lab.engine.routes import resolve
 from sm70lab.engine.sampling import Candidates, concatenate, sample, truncate
@@ -61,6 +62,11 @@ class Decoder:
         self.prefixes = PrefixCache(route.state.prefix_blocks, route.state.block_size)
         self.head = draft_head.build(route.draft_head.value, model.head, route.shortlist_size, frequent, how)
         self.width = max_num_seqs
+        self.recorded = (
+            Recorded(model, self.store, self.kv, self.mtp_kv, self.head, max_num_seqs)
+            if self.boundary.recorded
+            else None
+        )
         self.free = list(range(slots))
 
     def admit(self, request: Request) -> Sequence:
@@ -149,8 +155,7 @@ class Decoder:
         rows += [[0] * (k + 1)] * (self.width - len(rows))
         slots = self.store.padded([s.slot for s in sequences], self.width)
         tokens = torch.tensor(rows, device=self.model.device)
-        hidden = self.model.run(tokens, slots, self.store, self.kv, prefill=False, boundary=self.boundary)
-        logits = self.model.logits(hidden[: len(sequences)], self.boundary.arithmetic)
+        hidden, logits = self._verify(tokens, slots, len(sequences))
         steps: list[Step] = []
         for b, sequence in enumerate(sequences):
             position = len(sequence.output)
@@ -166,6 +171,16 @@ class Decoder:
             sequence.rounds += 1
         self.store.commit([len(step.tokens) for step in steps])
         return steps
+
+    def _verify(self, tokens: torch.Tensor, slots: list[int], live: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [B, T, H] of the rows, and the logits of the ``live`` first sequences."""
+        if self.recorded is not None:
+            metadata = self.store.begin(slots, tokens.shape[1], prefill=False)
+            hidden, logits = self.recorded.verify(tokens, metadata)
+            self.store.advance_in_place()
+            return hidden, logits[:live]
+        hidden = self.model.run(tokens, slots, self.store, self.kv, prefill=False, boundary=self.boundary)
+        return hidden, self.model.logits(hidden[:live], self.boundary.arithmetic)
 
     def _cross_edge(self, row: int, sequence: Sequence, hidden: torch.Tensor, count: int) -> None:
         """Keep the state at a block edge that this round's ``count`` tokens reach or cross.
@@ -197,12 +212,18 @@ class Decoder:
         chosen: list[torch.Tensor] = []  # k times [B]
         distributions: list[list[Candidates]] = [[] for _ in sequences]
         for i in range(k):
-            if i:
-                start = start + 1
-                hidden = self.model.draft(
-                    chosen[-1][:, None], hidden, slots, start, self.mtp_kv, self.boundary
+            if self.recorded is not None:
+                logits = (
+                    self.recorded.next_logits(chosen[-1], slots, start + i)
+                    if i
+                    else self.recorded.first_logits(hidden)
                 )
-            logits = self.head.logits(hidden[:, 0])
+            else:
+                if i:
+                    hidden = self.model.draft(
+                        chosen[-1][:, None], hidden, slots, start + i, self.mtp_kv, self.boundary
+                    )
+                logits = self.head.logits(hidden[:, 0])
             picked = []
             for b, sequence in enumerate(sequences):
                 q = self._distribution(logits[b : b + 1], sequence)
@@ -243,13 +264,11 @@ class Decoder:
         slots = torch.tensor([s.slot for s in sequences], device=device)
         last = torch.tensor([self.store.position[s.slot] - 1 for s in sequences], device=device)
         counts_tensor = torch.tensor(counts, device=device)
-        out = self.model.draft(
-            torch.tensor(tokens, device=device),
-            hidden,
-            slots,
-            last + 1 - counts_tensor,
-            self.mtp_kv,
-            self.boundary,
+        rows_in = (torch.tensor(tokens, device=device), hidden, slots, last + 1 - counts_tensor)
+        out = (
+            self.model.draft(*rows_in, self.mtp_kv, self.boundary)
+            if self.recorded is None
+            else self.recorded.catch_up(*rows_in)
         )
         return out[torch.arange(len(sequences), device=device), counts_tensor - 1][:, None], slots, last
 

@@ -42,16 +42,20 @@ def _native(kernels: KernelSet, model: HybridModel) -> bool:
     """Whether rounds run the C++ kernels."""
     if kernels is KernelSet.plain:
         return False
-    reason = (
-        f"they run on a CPU, not on {model.device.type}"
-        if model.device.type != "cpu"
-        else f"they compute in float32 and float64, not in {str(model.dtype).removeprefix('torch.')}"
-        if model.dtype not in (torch.float32, torch.float64)
-        else native.available()
-    )
+    reason = no_native(model.device, model.dtype)
     if reason and kernels is KernelSet.native:
         raise UsageError(f"target.kernels=native: {reason}; use target.kernels=plain")
     return reason is None
+
+
+def no_native(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the C++ kernels cannot run there; None where they can."""
+    if device.type != "cpu":
+        return f"native kernels run on a CPU, not on {device.type}"
+    if dtype not in (torch.float32, torch.float64):
+        name = str(dtype).removeprefix("torch.")
+        return f"native kernels compute in float32 and float64, not in {name}"
+    return native.available()
 
 
 def find(spec: ModelSpec) -> Source:

@@ -22,6 +22,7 @@ from sm70lab.engine.kv_cache import KVCache, LayerKV
 from sm70lab.engine.mlp import build_mlp
 from sm70lab.engine.routes import REFERENCE, Boundary, Opaque
 from sm70lab.engine.state import LayerState, Metadata, StateStore
+from sm70lab.kernels import native
 from sm70lab.kernels.arithmetic import Arithmetic
 from sm70lab.kernels.attention import inverse_frequencies, rotary_table
 from sm70lab.kernels.linear import linear
@@ -139,8 +140,10 @@ class HybridModel(nn.Module):
     def device(self) -> torch.device:
         return self.embedding.device
 
-    def rotary(self, start: torch.Tensor, tokens: int) -> Rotary:
+    def rotary(self, start: torch.Tensor, tokens: int, arithmetic: Arithmetic) -> Rotary:
         """cos and sin [B, T, rotary_dim] for positions start..start + T − 1."""
+        if arithmetic is Arithmetic.native:
+            return native.rotary(start, self.frequencies, tokens, self.norm)
         positions = start[:, None] + torch.arange(tokens, device=start.device)
         cos, sin = rotary_table(positions, self.frequencies)
         return cos.to(self.dtype), sin.to(self.dtype)
@@ -197,7 +200,7 @@ class HybridModel(nn.Module):
             boundary = replace(boundary, opaque=Opaque.nothing, arithmetic=Arithmetic.plain, packed=False)
         forward = self.forward if boundary.opaque is Opaque.nothing else self._round_forward
         # Outside the graph: a compiler's own cosine may depend on how many rows it takes at once.
-        rotary = self.rotary(metadata.start, tokens.shape[1])
+        rotary = self.rotary(metadata.start, tokens.shape[1], boundary.arithmetic)
         settings = (rotary, kv.layers, store.scheme, room, boundary)
         if boundary.in_context:
             context = ForwardContext(store.layers, metadata, store.scheme, room)
@@ -235,7 +238,7 @@ class HybridModel(nn.Module):
     ) -> torch.Tensor:
         """Run the MTP head on T rows: tokens i + 1 [B, T] with hidden states i [B, T, hidden]."""
         if boundary.opaque is Opaque.nothing:
-            rotary = self.rotary(start, tokens.shape[1])
+            rotary = self.rotary(start, tokens.shape[1], boundary.arithmetic)
             return self._draft(tokens, hidden, rotary, kv.layers[0], slots, start, boundary)
         count, pool = len(tokens), len(kv.layers[0][0])
         missing = max(pool - 1 - count, 0)
@@ -244,7 +247,7 @@ class HybridModel(nn.Module):
                 torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) for x in (tokens, hidden, start)
             )
             slots = torch.cat((slots, slots.new_full((missing,), pool - 1)))
-        rotary = self.rotary(start, tokens.shape[1])
+        rotary = self.rotary(start, tokens.shape[1], boundary.arithmetic)
         return self._round_draft(tokens, hidden, rotary, kv.layers[0], slots, start, boundary)[:count]
 
     def _draft(

@@ -31,6 +31,7 @@ class Boundary:
     arithmetic: Arithmetic = Arithmetic.plain  # of rounds; prefills run plain
     in_context: bool = False  # the core looks its state up in the forward context by layer number
     packed: bool = False  # rounds of one row run ``gdn.packed_step``
+    recorded: bool = False  # rounds are recorded native calls (``engine.recorded``)
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def resolve(route: Route, native: bool = False) -> Boundary:
         arithmetic=arithmetic(route, native),
         in_context=cut.in_context,
         packed=route.packed_recurrent,
+        recorded=route.graph is GraphMode.full,
     )
 
 
@@ -120,15 +122,18 @@ def _check_packed(route: Route) -> None:
 def _check_graph(route: Route) -> None:
     if route.graph is GraphMode.none:
         return
-    if not route.compile:
+    asked = f"route.graph={route.graph.value}"
+    if route.graph is not GraphMode.full:
         raise UsageError(
-            f"route.graph={route.graph.value}: a CUDA graph captures a compiled round, so it needs "
-            "route.compile=true and a CUDA device; use route.graph=none"
+            f"{asked}: CUDA graphs are not captured yet; use route.graph=none, or full on a CPU with native "
+            "kernels"
         )
-    raise UsageError(
-        f"route.graph={route.graph.value}: a CPU has no CUDA graphs, and on a CUDA device rounds are not "
-        "captured yet; use route.graph=none"
-    )
+    rivals = [name for name in (*CUTS, "packed_recurrent", "compile") if getattr(route, name)]
+    if rivals:
+        raise UsageError(
+            f"{asked} and route.{rivals[0]}=true contradict each other: the whole round is one recorded list "
+            "of native calls, with nothing left to cut, look up or trace; set one of them"
+        )
 
 
 REFERENCE = Boundary(Opaque.nothing, contiguous_qkv=False)

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from sm70lab.errors import UsageError
-from sm70lab.kernels import gated_delta
+from sm70lab.kernels import gated_delta, native
 from sm70lab.kernels.arithmetic import Arithmetic
 
 
@@ -69,6 +69,11 @@ class Scheme(Protocol):
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run T rows from the committed states: outputs [B, T, H, V] and the new pool rows [B, ...]."""
 
+    def in_place(
+        self, held: list[torch.Tensor], slots: torch.Tensor, accepted: torch.Tensor, rows: Rows
+    ) -> torch.Tensor:
+        """``round`` in native calls that read and write the pools themselves, to be recorded: outputs."""
+
     def commit(
         self, held: list[torch.Tensor], slots: torch.Tensor, accepted: torch.Tensor, arithmetic: Arithmetic
     ) -> None:
@@ -108,6 +113,13 @@ class Slots:
         outputs, states = gated_delta.recurrent(*rows, start, arithmetic)
         return outputs, [states.to(held[0].dtype)]
 
+    def in_place(
+        self, held: list[torch.Tensor], slots: torch.Tensor, accepted: torch.Tensor, rows: Rows
+    ) -> torch.Tensor:
+        outputs, states = native.gated_delta_recurrent(*rows, native.read_rows(held[0], slots, accepted))
+        native.write_rows(held[0], slots, states)
+        return outputs
+
     def commit(
         self, held: list[torch.Tensor], slots: torch.Tensor, accepted: torch.Tensor, arithmetic: Arithmetic
     ) -> None:
@@ -146,6 +158,14 @@ class Snapshot:
         live = held[0][slots]
         outputs, states = gated_delta.recurrent(*rows, live.to(rows.q.dtype), arithmetic)
         return outputs, [live, states.to(held[1].dtype)]
+
+    def in_place(
+        self, held: list[torch.Tensor], slots: torch.Tensor, accepted: torch.Tensor, rows: Rows
+    ) -> torch.Tensor:
+        live, scratch = held
+        outputs, states = native.gated_delta_recurrent(*rows, native.read_rows(live, slots, None))
+        native.write_rows(scratch, slots, states)
+        return outputs
 
     def commit(
         self, held: list[torch.Tensor], slots: torch.Tensor, accepted: torch.Tensor, arithmetic: Arithmetic
@@ -194,6 +214,16 @@ class Replay:
         outputs = gated_delta.outputs(*rows, checkpoint.to(rows.q.dtype), arithmetic)
         return outputs, [checkpoint, *rows[1:]]
 
+    def in_place(
+        self, held: list[torch.Tensor], slots: torch.Tensor, accepted: torch.Tensor, rows: Rows
+    ) -> torch.Tensor:
+        k, v, g, beta = held[1:]
+        checkpoint = native.replay(held[0], k, v, g, beta, slots, accepted)
+        outputs = native.gated_delta_outputs(*rows, checkpoint)
+        for pool, new in zip(held, (checkpoint, *rows[1:]), strict=True):
+            native.write_rows(pool, slots, new)
+        return outputs
+
     def commit(
         self, held: list[torch.Tensor], slots: torch.Tensor, accepted: torch.Tensor, arithmetic: Arithmetic
     ) -> None:
@@ -215,6 +245,14 @@ class Fold(Replay):
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         live = held[0][slots]
         return gated_delta.outputs(*rows, live.to(rows.q.dtype), arithmetic), [live, *rows[1:]]
+
+    def in_place(
+        self, held: list[torch.Tensor], slots: torch.Tensor, accepted: torch.Tensor, rows: Rows
+    ) -> torch.Tensor:
+        outputs = native.gated_delta_outputs(*rows, native.read_rows(held[0], slots, None))
+        for pool, new in zip(held[1:], rows[1:], strict=True):
+            native.write_rows(pool, slots, new)
+        return outputs
 
     def commit(
         self, held: list[torch.Tensor], slots: torch.Tensor, accepted: torch.Tensor, arithmetic: Arithmetic

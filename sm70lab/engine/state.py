@@ -115,7 +115,6 @@ class StateStore:
             (2, total), self.kind.accepted_when_whole, dtype=torch.int64, device=device
         )  # of conv window and SSM state
         self.position = [0] * total
-        self._every_slot = list(range(total))
         self._open: list[int] = []
         self._open_rows = 0
         self._prefill = False
@@ -157,12 +156,17 @@ class StateStore:
         for pools, new in zip(self.layers, layers, strict=True):
             for i, rows in enumerate(new):
                 rows = self.hazard.stored(rows) if i else rows
-                if rows.shape == pools[i].shape and self._open == self._every_slot:
-                    pools[i] = rows
-                elif rows.shape[1:] == pools[i].shape[1:]:
+                if rows.shape[1:] == pools[i].shape[1:]:
                     pools[i][metadata.slots] = rows
                 else:  # a round of fewer rows than there is room for
                     pools[i][metadata.slots, : rows.shape[1]] = rows
+
+    def advance_in_place(self) -> None:
+        """The open round wrote the pools itself, as a recorded round does."""
+        if self.hazard is not NONE:
+            for _, *held in self.layers:
+                for pool in held:
+                    pool[self._open] = self.hazard.stored(pool[self._open])
 
     def commit(self, counts: Sequence[int]) -> None:
         """Keep the first n rows of the open round, one n a sequence: 1 ≤ n ≤ rows, all of a prefill.

@@ -54,10 +54,10 @@ class Tolerance:
 
 # Provisional until measured: differences of a verify block to single steps in each element type,
 # with room. bfloat16 has eight times the rounding step of float16.
-# Seen on 2,500 sampled tokens of the embedded model: none outside in float16, 5 in bfloat16, the
-# farthest by 0.025 of mass.
+# Seen on sampled tokens of the embedded model: in float16 three of 24,000 outside, the farthest by 0.013
+# of mass; in bfloat16 five of 2,500, the farthest by 0.025.
 FLOAT32 = Tolerance(logit=1e-3, mass=1e-4, edge_share=5e-4)
-FLOAT16 = Tolerance(logit=0.05, mass=5e-3, edge_share=2e-3)
+FLOAT16 = Tolerance(logit=0.05, mass=0.03, edge_share=2e-3)
 BFLOAT16 = Tolerance(logit=0.4, mass=0.04, edge_share=5e-3)
 
 

@@ -11,23 +11,18 @@ as the last dimension is contiguous; anything else is copied. Weights are contig
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-# No fused multiply-add but those written out: the order of operations is what the source says.
-FLAGS = ("-O2", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-w")
+from sm70lab.kernels.native_build import NativeUnavailable, library
 
 # The functions of the source's two tables, in their order; arguments: p a pointer (0 for none), i an
 # int64, d a double.
@@ -42,13 +37,16 @@ SIGNATURES = {
     "gated_delta_fold": "ppppppipppiiiii",
     "gated_attention": "pipipippdppippiipppiiiii",
     "top_k": "piiiipp",
+    "embed": "pppii",
+    "rotary": "ppppiii",
+    "conv_rows": "pipppipiiii",
+    "read_rows": "pipppii",
+    "write_rows": "pippii",
+    "replay": "pppppipppiiii",
+    "beside": "pppii",
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
 _TABLE: dict[torch.dtype, SimpleNamespace] = {}  # filled by ``load``; a call is one look-up
-
-
-class NativeUnavailable(Exception):  # noqa: N818 - a state of the machine
-    """No library here, with the reason in one line."""
 
 
 def load() -> None:
@@ -62,13 +60,18 @@ def load() -> None:
 def available() -> str | None:
     """None when the library is loaded, else the reason why it cannot be."""
     try:
-        library = _library()
+        built = library()
     except NativeUnavailable as problem:
         return str(problem)
+    built.play_tape.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     for dtype in (torch.float32, torch.float64):
-        addresses = (ctypes.c_void_p * len(SIGNATURES)).in_dll(library, f"functions_{str(dtype)[6:]}")
-        functions = SimpleNamespace(set_threads=library.set_threads)
-        for (name, signature), address in zip(SIGNATURES.items(), addresses, strict=True):
+        plain, taped = (
+            (ctypes.c_void_p * len(SIGNATURES)).in_dll(built, f"{kind}_{str(dtype)[6:]}")
+            for kind in ("functions", "taped")
+        )
+        functions = SimpleNamespace(set_threads=built.set_threads, play=built.play_tape)
+        functions.taped = dict(zip(SIGNATURES, taped, strict=True))
+        for (name, signature), address in zip(SIGNATURES.items(), plain, strict=True):
             prototype = ctypes.CFUNCTYPE(ctypes.c_int64, *(_TYPES[letter] for letter in signature))
             setattr(functions, name, prototype(address))
         _TABLE[dtype] = functions
@@ -81,66 +84,86 @@ def set_threads(count: int) -> None:
     _TABLE[torch.float32].set_threads(count)
 
 
-def _library() -> ctypes.CDLL:
-    compiler = _compiler()
+class Tape:
+    """Calls of this module's functions, noted down once and played again as one call.
+
+    A played call reads and writes the memory that it had when it was noted: inputs must stay where they
+    are, and the tape keeps what the functions allocated. Whatever happened between the calls in
+    Python is not on the tape.
+    """
+
+    def __init__(self) -> None:
+        self._words: list[int] = []
+        self._calls = 0
+        self._kept: list[Any] = []
+        self._play: Any = None
+        self._tape = np.empty(0, dtype=np.int64)
+
+    def note(self, functions: SimpleNamespace, name: str, arguments: tuple[Any, ...]) -> None:
+        """Add one call."""
+        self._words += [functions.taped[name], len(arguments)]
+        for kind, value in zip(SIGNATURES[name], arguments, strict=True):
+            self._words.append(struct.unpack("q", struct.pack("d", value))[0] if kind == "d" else int(value))
+        self._calls += 1
+        self._play = functions.play
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Hold memory that a noted call uses."""
+        self._kept.append(tensor)
+        return tensor
+
+    def play(self) -> None:
+        """Run every call again. Raises ``IndexError`` where attention would leave its cache."""
+        if len(self._tape) != len(self._words):
+            self._tape = np.array(self._words, dtype=np.int64)
+        if self._play(self._tape.ctypes.data, self._calls):
+            raise IndexError("a recorded round leaves its key and value cache")
+
+
+class _Noting:
+    """Stands for the table of functions while a tape runs: calls and notes."""
+
+    def __init__(self, functions: SimpleNamespace, tape: Tape) -> None:
+        self._functions, self._tape = functions, tape
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self._tape.note(self._functions, name, arguments)
+            return getattr(self._functions, name)(*arguments)
+
+        return call
+
+
+_tape: Tape | None = None  # the one that notes calls now
+
+
+@contextmanager
+def recording() -> Iterator[Tape]:
+    """Note the native calls made inside; each is also run."""
+    global _tape
+    if _tape is not None:
+        raise RuntimeError("native calls are being recorded already")
+    _tape = Tape()
     try:
-        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as problem:
-        raise NativeUnavailable(f"the C++ compiler {shlex.join(compiler)} does not run: {problem}") from None
-    facts = "\n".join((SOURCE.read_text(), version, *compiler, *FLAGS, _cpu()))
-    name = f"native-{hashlib.sha256(facts.encode()).hexdigest()[:20]}.so"
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(root) / "sm70lab" / name
-    try:
-        if path.is_file():
-            return ctypes.CDLL(str(path))
-    except OSError:
-        pass  # damaged: built anew
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            # Renamed when whole, so that two processes may build at once.
-            _compile(compiler, Path(folder) / name).replace(path)
-        return ctypes.CDLL(str(path))
-    except OSError:  # a read-only cache folder, or one mounted noexec
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                return ctypes.CDLL(str(_compile(compiler, Path(folder) / name)))
-            except OSError as problem:
-                raise NativeUnavailable(f"the built library does not load: {problem}") from None
+        yield _tape
+    finally:
+        _tape = None
 
 
-def _compiler() -> list[str]:
-    if chosen := os.environ.get("CXX"):
-        return shlex.split(chosen)
-    for name in ("g++", "clang++"):
-        if shutil.which(name):
-            return [name]
-    raise NativeUnavailable("no C++ compiler: neither g++ nor clang++ is on the path, and CXX is not set")
+def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    out = like.new_empty(shape, dtype=dtype)
+    return out if _tape is None else _tape.keep(out)
 
 
-def _compile(compiler: list[str], path: Path) -> Path:
-    for openmp in (["-fopenmp"], []):  # without it one thread runs everything
-        command = [*compiler, *FLAGS, *openmp, str(SOURCE), "-o", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode == 0:
-            return path
-    lines = done.stderr.splitlines() or [f"exit status {done.returncode}"]
-    error = next((line for line in lines if "error" in line), lines[0])
-    raise NativeUnavailable(f"{shlex.join(compiler)} could not compile {SOURCE.name}: {error.strip()}")
+def _contiguous(x: Tensor) -> Tensor:
+    if x.is_contiguous():
+        return x
+    if _tape is not None:
+        raise ValueError("a recorded call takes its inputs as they lie in memory; this one would be copied")
+    return x.contiguous()
 
 
-def _cpu() -> str:
-    """What -march=native depends on, in words."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
-
-
-def _functions(x: Tensor, *weights: Tensor) -> SimpleNamespace:
+def _functions(x: Tensor, *weights: Tensor) -> Any:
     """The functions for x's dtype, which the contiguous ``weights`` must share."""
     if not _TABLE:
         load()
@@ -150,7 +173,7 @@ def _functions(x: Tensor, *weights: Tensor) -> SimpleNamespace:
     for weight in weights:
         if weight.dtype != dtype or not weight.is_contiguous():
             raise TypeError(f"native kernels take contiguous {dtype} weights, not {weight.dtype}")
-    return _TABLE[dtype]
+    return _TABLE[dtype] if _tape is None else _Noting(_TABLE[dtype], _tape)
 
 
 def _rows(x: Tensor, size: int) -> tuple[Tensor, int]:
@@ -166,8 +189,8 @@ def _rows(x: Tensor, size: int) -> tuple[Tensor, int]:
         if length != 1:
             distance, expected = distance or stride, (expected or stride) * length
             if stride * length != expected:
-                return x.contiguous(), size
-    return (x, distance) if strides[-1] == 1 else (x.contiguous(), size)
+                return _contiguous(x), size
+    return (x, distance) if strides[-1] == 1 else (_contiguous(x), size)
 
 
 def _residual(x: Tensor | None, n: int) -> tuple[Tensor | None, int, int]:
@@ -183,7 +206,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
     n, k = weight.shape
     x, stride = _rows(x, k)
     _kept, addend, addend_stride = _residual(residual, n)
-    out = x.new_empty((*x.shape[:-1], n))
+    out = _empty(x, (*x.shape[:-1], n))
     _functions(x, weight).linear(
         x.data_ptr(), stride, x.numel() // k, weight.data_ptr(), 0, 0 if bias is None else bias.data_ptr(),
         addend, addend_stride, out.data_ptr(), n, k,
@@ -195,7 +218,7 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """(x·weightᵀ)·scale: x [..., K], weight int8 [N, K], scale [N] in x's dtype → [..., N]."""
     n, k = weight.shape
     x, stride = _rows(x, k)
-    out = x.new_empty((*x.shape[:-1], n))
+    out = _empty(x, (*x.shape[:-1], n))
     _functions(x, scale).int8_linear(
         x.data_ptr(), stride, x.numel() // k, weight.data_ptr(), scale.data_ptr(), 0, 0, 0,
         out.data_ptr(), n, k,
@@ -209,7 +232,7 @@ def swiglu(x: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor | None = N
     hidden = gate_up.shape[1]
     x, stride = _rows(x, hidden)
     _kept, addend, addend_stride = _residual(residual, n)
-    out = x.new_empty((*x.shape[:-1], n))
+    out = _empty(x, (*x.shape[:-1], n))
     _functions(x, gate_up, down).swiglu(
         x.data_ptr(), stride, x.numel() // hidden, gate_up.data_ptr(), down.data_ptr(), addend, addend_stride,
         out.data_ptr(), hidden, inner, n,
@@ -221,7 +244,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / √(mean(x²) + eps) · weight over the last dimension; x [..., n], weight [n], one dtype."""
     n = weight.shape[0]
     x, stride = _rows(x, n)
-    out = x.new_empty(x.shape)
+    out = _empty(x, x.shape)
     _functions(x, weight).rms_norm(
         x.data_ptr(), stride, x.numel() // n, weight.data_ptr(), eps, out.data_ptr(), n
     )
@@ -232,8 +255,8 @@ def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     """rms_norm(o)·silu(gate); o [..., heads, V], gate [..., heads·V] (rows of a view) → like o."""
     *_, heads, n = o.shape
     gate, stride = _rows(gate, heads * n)
-    o = o.contiguous()
-    out = o.new_empty(o.shape)
+    o = _contiguous(o)
+    out = _empty(o, o.shape)
     _functions(o, weight).gated_rms_norm(
         o.data_ptr(), gate.data_ptr(), stride, o.numel() // (heads * n), heads, weight.data_ptr(), eps,
         out.data_ptr(), n,
@@ -256,11 +279,10 @@ def gdn_rows(
         raise ValueError(f"gdn_rows: conv_rows {tuple(conv_rows.shape)} for {tokens} tokens of {channels}")
     a, a_stride = _rows(a, value_heads)
     b, b_stride = _rows(b, value_heads)
-    conv_rows = conv_rows.contiguous()
-    empty = conv_rows.new_empty
-    q, k = (empty((batch, tokens, value_heads, key_dim)) for _ in range(2))
-    v = empty((batch, tokens, value_heads, value_dim))
-    g, beta = (empty((batch, tokens, value_heads)) for _ in range(2))
+    conv_rows = _contiguous(conv_rows)
+    q, k = (_empty(conv_rows, (batch, tokens, value_heads, key_dim)) for _ in range(2))
+    v = _empty(conv_rows, (batch, tokens, value_heads, value_dim))
+    g, beta = (_empty(conv_rows, (batch, tokens, value_heads)) for _ in range(2))
     _functions(conv_rows, conv_weight, neg_decay_rate, dt_bias).gdn_rows(
         conv_rows.data_ptr(), conv_weight.data_ptr(), a.data_ptr(), a_stride, b.data_ptr(), b_stride,
         neg_decay_rate.data_ptr(), dt_bias.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(),
@@ -273,7 +295,7 @@ def gated_delta_recurrent(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """o [B, T, H, V] and the state after every token [B, T, H, K, V]; arguments as in ``gated_delta``."""
-    states = state.new_empty((*k.shape, v.shape[-1]))
+    states = _empty(state, (*k.shape, v.shape[-1]))
     return _delta(q, k, v, g, beta, state, states.data_ptr(), 0), states
 
 
@@ -286,7 +308,7 @@ def gated_delta_fold(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tenso
     """The same state after the last token alone, [B, H, K, V]; a copy of ``state`` for no tokens."""
     if not k.shape[1]:
         return state.clone()
-    last = state.new_empty(state.shape)
+    last = _empty(state, state.shape)
     _delta(None, k, v, g, beta, state, 0, last.data_ptr())
     return last
 
@@ -300,13 +322,13 @@ def _delta(
     if state.shape != (batch, heads, key, value):
         raise ValueError(f"gated delta: state {tuple(state.shape)} for k {tuple(k.shape)}")
     if not state[0].is_contiguous():  # slots[:, n] keeps its distance between sequences
-        state = state.contiguous()
-    k, v, g, beta = k.contiguous(), v.contiguous(), g.contiguous(), beta.contiguous()
+        state = _contiguous(state)
+    k, v, g, beta = _contiguous(k), _contiguous(v), _contiguous(g), _contiguous(beta)
     functions = _functions(state, k, v, g, beta)
     function, o, query = functions.gated_delta_fold, v, 0
     if q is not None:
-        q = q.contiguous()
-        function, o, query = functions.gated_delta_outputs, v.new_empty(v.shape), q.data_ptr()
+        q = _contiguous(q)
+        function, o, query = functions.gated_delta_outputs, _empty(v, v.shape), q.data_ptr()
     function(
         query, k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr(), state.data_ptr(), state.stride(0),
         o.data_ptr(), states, last, batch, tokens, heads, key, value,
@@ -330,8 +352,8 @@ def gated_attention(
     q_gate, q_stride = _rows(q_gate, width)
     k, k_stride = _rows(k, kv_heads * dim)
     v, v_stride = _rows(v, kv_heads * dim)
-    cos, sin = cos.contiguous(), sin.contiguous()
-    out = q_gate.new_empty((batch, tokens, width // 2))
+    cos, sin = _contiguous(cos), _contiguous(sin)
+    out = _empty(q_gate, (batch, tokens, width // 2))
     outside = _functions(q_gate, q_norm, k_norm, cos, sin, keys, values).gated_attention(
         q_gate.data_ptr(), q_stride, k.data_ptr(), k_stride, v.data_ptr(), v_stride, q_norm.data_ptr(),
         k_norm.data_ptr(), eps, cos.data_ptr(), sin.data_ptr(), cos.shape[-1], keys.data_ptr(),
@@ -353,6 +375,88 @@ def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if not 1 <= k <= size:
         raise ValueError(f"top_k: k = {k}; it must be 1..{size}")
     logits, stride = _rows(logits, size)
-    values, ids = logits.new_empty((rows, k)), torch.empty((rows, k), dtype=torch.int64)
+    values, ids = _empty(logits, (rows, k)), _empty(logits, (rows, k), torch.int64)
     _functions(logits).top_k(logits.data_ptr(), stride, rows, size, k, values.data_ptr(), ids.data_ptr())
     return values, ids
+
+
+# What a recorded round needs beside arithmetic. Tables (slots, accepted, start, ids) are int64 and are
+# read when the call runs.
+
+
+def embed(ids: Tensor, table: Tensor) -> Tensor:
+    """ids [B, T], table [V, H] → [B, T, H]."""
+    out = _empty(table, (*ids.shape, table.shape[1]))
+    _functions(table, table).embed(
+        ids.data_ptr(), table.data_ptr(), out.data_ptr(), ids.numel(), table.shape[1]
+    )
+    return out
+
+
+def rotary(start: Tensor, frequencies: Tensor, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, T, R] of positions start [B] and on, frequencies float32 [R], in ``like``'s dtype."""
+    batch, size = len(start), len(frequencies)
+    cos, sin = (_empty(like, (batch, tokens, size)) for _ in range(2))
+    _functions(like).rotary(
+        start.data_ptr(), frequencies.data_ptr(), cos.data_ptr(), sin.data_ptr(), batch, tokens, size
+    )
+    return cos, sin
+
+
+def conv_rows(pool: Tensor, slots: Tensor, accepted: Tensor, rows: Tensor, width: int) -> Tensor:
+    """The window of W − 1 inputs in pool [N, R, C] at [slots, accepted], then rows [B, T, C] (a view)."""
+    batch, tokens, size = rows.shape
+    rows, stride = _rows(rows, size)
+    out = _empty(rows, (batch, width - 1 + tokens, size))
+    _functions(rows, pool).conv_rows(
+        pool.data_ptr(), pool.shape[1], slots.data_ptr(), accepted.data_ptr(), rows.data_ptr(), stride,
+        out.data_ptr(), batch, tokens, width - 1, size,
+    )  # fmt: skip
+    return out
+
+
+def read_rows(pool: Tensor, slots: Tensor, which: Tensor | None) -> Tensor:
+    """pool [N, R, ...] at [slots, which − 1]; without ``which`` pool [N, ...] at slots: [B, ...]."""
+    room, shape = (1, pool.shape[1:]) if which is None else (pool.shape[1], pool.shape[2:])
+    out = _empty(pool, (len(slots), *shape))
+    _functions(pool, pool).read_rows(
+        pool.data_ptr(), room, slots.data_ptr(), 0 if which is None else which.data_ptr(), out.data_ptr(),
+        len(slots), out[0].numel(),
+    )  # fmt: skip
+    return out
+
+
+def write_rows(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Put rows [B, ...] to the front of pool [N, ...] at ``slots``."""
+    rows = _contiguous(rows)
+    _functions(rows, pool).write_rows(
+        pool.data_ptr(), pool[0].numel(), slots.data_ptr(), rows.data_ptr(), len(rows), rows[0].numel()
+    )
+
+
+def replay(
+    state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, slots: Tensor, accepted: Tensor
+) -> Tensor:
+    """Pools as in the replay scheme: checkpoints with the accepted rows folded in, [B, H, K, V]."""
+    _, room, heads, key = k.shape
+    out = _empty(state, (len(slots), *state.shape[1:]))
+    _functions(state, k, v, g, beta).replay(
+        state.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr(), room, slots.data_ptr(),
+        accepted.data_ptr(), out.data_ptr(), len(slots), heads, key, v.shape[-1],
+    )  # fmt: skip
+    return out
+
+
+def beside(a: Tensor, b: Tensor) -> Tensor:
+    """torch.cat((a, b), −1)."""
+    a, b = _contiguous(a), _contiguous(b)
+    n = a.shape[-1]
+    out = _empty(a, (*a.shape[:-1], 2 * n))
+    _functions(a, b).beside(a.data_ptr(), b.data_ptr(), out.data_ptr(), a.numel() // n, n)
+    return out
+
+
+def copy(a: Tensor, out: Tensor) -> None:
+    """out ← a, both contiguous."""
+    n = a.shape[-1]
+    _functions(a, out).beside(_contiguous(a).data_ptr(), 0, out.data_ptr(), a.numel() // n, n)

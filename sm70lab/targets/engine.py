@@ -14,7 +14,7 @@ from sm70lab.engine import reference
 from sm70lab.engine.architecture import expected_tensors
 from sm70lab.engine.decoder import Decoder, decode, state_dtype
 from sm70lab.engine.hazards import hazard_named
-from sm70lab.engine.loading import Source, find
+from sm70lab.engine.loading import Source, find, no_native
 from sm70lab.engine.model import HybridModel
 from sm70lab.engine.noise import KeyedNoise
 from sm70lab.engine.routes import resolve
@@ -23,7 +23,15 @@ from sm70lab.engine.schemes import scheme_named
 from sm70lab.engine.sequence import Request, Step
 from sm70lab.engine.stopping import Delivery
 from sm70lab.errors import NonFiniteError, UsageError
-from sm70lab.schema import ExperimentConfig, Generation, ModelDtype, Prompt, Round, TokenScores
+from sm70lab.schema import (
+    ExperimentConfig,
+    Generation,
+    GraphMode,
+    ModelDtype,
+    Prompt,
+    Round,
+    TokenScores,
+)
 from sm70lab.targets.base import OnProgress, Progress
 
 PROGRESS_SECONDS = 0.2
@@ -55,12 +63,25 @@ class EngineTarget:
                 f"route.state.dtype={config.route.state.dtype.value}: wider than the arithmetic of "
                 f"model.dtype={config.model.dtype.value}; use auto"
             )
+        if config.route.graph is GraphMode.full:
+            self._check_recorded(dtype)
         for name in ("banned_ids", "stop_ids", "logit_bias"):
             outside = [i for i in getattr(config.sampling, name) if not 0 <= i < arch.vocab_size]
             if outside:
                 raise UsageError(
                     f"sampling.{name}={outside}: token ids of this model are 0..{arch.vocab_size - 1}"
                 )
+
+    def _check_recorded(self, dtype: torch.dtype) -> None:
+        config, arch = self.config, self.source.arch
+        wide = torch.promote_types(dtype, torch.float32)
+        reason = no_native(self.device, dtype)
+        if arch.num_experts:
+            reason = "which experts run depends on the data, and a recorded list does not"
+        if state_dtype(config.route, dtype) != wide:
+            reason = f"route.state.dtype={config.route.state.dtype.value} is not the type it computes in"
+        if reason:
+            raise UsageError(f"route.graph=full records native calls: {reason}; use route.graph=none")
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sm70lab.kernels import attention, gated_delta, native, norm
+from sm70lab.kernels import attention, gated_delta, native, native_build, norm
 from sm70lab.kernels.causal_conv1d import causal_conv1d
 from tests.engine.assertions import assert_close
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(REASON.startswith("no C++ compiler"), reason=REA
 
 LIMITS = {torch.float32: 2e-6, torch.float64: 2e-14}
 DTYPES = pytest.mark.parametrize("dtype", LIMITS, ids=str)
-QUICK = (*native.FLAGS, "-O0")  # where only the building is tested
+QUICK = (*native_build.FLAGS, "-O0")  # where only the building is tested
 
 
 @pytest.fixture(autouse=True)
@@ -292,7 +292,11 @@ def test_why_it_is_unavailable(
 
 
 def test_two_processes_build_at_once(tmp_path: Path) -> None:
-    script = f"from sm70lab.kernels import native; native.FLAGS = {QUICK}; print(native.available())"
+    script = (
+        "from sm70lab.kernels import native, native_build\n"
+        f"native_build.FLAGS = {QUICK}\n"
+        "print(native.available())"
+    )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     both = [
         subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
@@ -306,6 +310,6 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pyte
     """A temporary folder takes its place."""
     file = tmp_path / "file"
     file.write_text("")
-    monkeypatch.setattr(native, "FLAGS", QUICK)
+    monkeypatch.setattr(native_build, "FLAGS", QUICK)
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
-    assert native._library().set_threads
+    assert native_build.library().set_threads

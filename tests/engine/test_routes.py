@@ -58,8 +58,12 @@ def test_two_flags_that_cut_differently_are_refused(first: str, second: str, com
     [
         ({"packed_recurrent": True, "draft_tokens": 4}, "rounds of one row, and these have 5"),
         ({"packed_recurrent": True, "draft_tokens": 0}, "use route.state.scheme=slots"),
-        ({"graph": GraphMode.full}, "needs route.compile=true and a CUDA device"),
-        ({"graph": GraphMode.piecewise, "compile": True}, "route.graph=piecewise: a CPU has no CUDA graphs"),
+        ({"graph": GraphMode.full, "compile": True}, "route.graph=full and route.compile=true contradict"),
+        (
+            {"graph": GraphMode.full, "input_core": True},
+            "route.graph=full and route.input_core=true contradict",
+        ),
+        ({"graph": GraphMode.piecewise}, "route.graph=piecewise: CUDA graphs are not captured yet"),
     ],
 )
 def test_flags_that_cannot_be_honoured_are_refused(settings: dict[str, Any], words: str) -> None:

@@ -13,9 +13,10 @@ class NonFiniteError(Exception):
 
     The message names the first layer whose output is not finite, and the round. ``from_scratch``:
     a run of the same tokens from an empty state is not finite either, so the weights or the
-    element type are at fault and not the route's state.
+    element type are at fault and not the route's state. ``slot``: of the sequence that has them.
     """
 
-    def __init__(self, message: str, from_scratch: bool) -> None:
+    def __init__(self, message: str, from_scratch: bool, slot: int) -> None:
         super().__init__(message)
         self.from_scratch = from_scratch
+        self.slot = slot

@@ -122,7 +122,7 @@ class Route:
     compile: bool = False
     graph: GraphMode = GraphMode.none
     draft_tokens: int = 4  # 0..8; 0 is the no-draft run
-    draft_sampling: DraftSampling = DraftSampling.probabilistic
+    draft_sampling: DraftSampling = DraftSampling.coupled
     proposal: Proposal = Proposal.top_k_top_p
     draft_head: DraftHeadKind = DraftHeadKind.full
     shortlist_size: int = 1024  # ids of draft_head=shortlist

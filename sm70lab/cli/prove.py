@@ -70,6 +70,8 @@ def _with_defaults(arguments: list[str]) -> list[str]:
     given = {argument.partition("=")[0] for argument in arguments}
     chosen = dict(argument.partition("=")[::2] for argument in arguments if "=" in argument)
     defaults = ALWAYS | (TINY if chosen.get("model", "tiny") == "tiny" else {})
+    if chosen.get("route.draft_tokens") == "8":  # a round must not cross two block edges
+        defaults["route.state.block_size"] = "9"
     return [*(f"{key}={value}" for key, value in defaults.items() if key not in given), *arguments]
 
 
@@ -106,7 +108,8 @@ def _prove(config: ExperimentConfig, tokens: int, observe: Any) -> Any:
     wide = config.model.dtype in (ModelDtype.float32, ModelDtype.float64)
     trusted = model if wide else source.build(ModelDtype.float32, device, KernelSet.plain)
     prompts = _prompts(config, target)
-    return Prover(config, model, trusted, prompts, tokens, source.frequent, observe).prove()
+    stop_ids = target.stop_ids
+    return Prover(config, model, trusted, prompts, tokens, source.frequent, observe, stop_ids).prove()
 
 
 def _prompts(config: ExperimentConfig, target: Any) -> list[list[int]]:

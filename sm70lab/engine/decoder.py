@@ -76,8 +76,8 @@ class Decoder:
         sequence = Sequence(request, slot, noise, list(request.prompt_ids))
         with torch.inference_mode():
             self.store.reset(slot)
-            block = self.prefixes.restore(sequence.prompt_ids, slot, self.store, self.kv, self.mtp_kv)
-            if block is not None:
+            place = (slot, self.store, self.kv, self.mtp_kv)
+            for block in self.prefixes.restore(sequence.prompt_ids, *place):
                 sequence.prefilled = sequence.reused = block.position
                 self._pair(sequence, block.position - 1, block.hidden[None])
         return sequence
@@ -247,6 +247,13 @@ class Decoder:
             return one_hot(self.head.ids(logits.argmax(-1)), logits.dtype)
         top_p = self.route.proposal == Proposal.top_k_top_p
         q = truncate(logits, sequence.sampling, top_p, self.boundary.arithmetic)
+        if not bool(torch.isfinite(q.probs.sum())):
+            raise NonFiniteError(
+                f"draft logits are not finite in round {sequence.rounds} after {len(sequence.output)} "
+                "tokens: no distribution to draw a draft from",
+                from_scratch=False,
+                slot=sequence.slot,
+            )
         return Candidates(self.head.ids(q.ids), q.probs)
 
     def _catch_up(self, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -287,6 +294,7 @@ class Decoder:
         raise NonFiniteError(
             f"logits are not finite in round {sequence.rounds} after {len(sequence.output)} tokens: {where}",
             from_scratch=layer is not None,
+            slot=sequence.slot,
         )
 
     def _first_non_finite_layer(self, sequence: Sequence) -> int | None:

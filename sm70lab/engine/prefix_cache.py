@@ -32,7 +32,11 @@ class Block:
 
 
 class PrefixCache:
-    """At most ``capacity`` blocks; the one unused for longest is evicted first."""
+    """At most ``capacity`` blocks; the one unused for longest is evicted first, a chain from its end.
+
+    A block's last draft key belongs to the token after it, which is not in the block: whoever
+    restores it runs that row again, with ``Block.hidden``.
+    """
 
     def __init__(self, capacity: int, block_size: int) -> None:
         self.capacity, self.block_size = capacity, block_size
@@ -50,6 +54,12 @@ class PrefixCache:
             keys.append(key)
         return keys
 
+    def _used(self, chain: list[bytes]) -> None:
+        """A chain's first block is the last to go."""
+        for key in reversed(chain):
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+
     def put(
         self,
         tokens: Sequence[int],
@@ -60,9 +70,15 @@ class PrefixCache:
         mtp_kv: KVCache,
     ) -> None:
         """Cache the block that ends after ``tokens`` (a whole number of blocks), read from ``slot``."""
-        key = self._keys(tokens)[-1]
+        *before, key = self._keys(tokens)
         if not self.capacity or key in self._blocks:
             return
+        if len(self._blocks) == self.capacity:
+            # Never a block that this one needs: a chain without its start is of no use.
+            oldest = next((k for k in self._blocks if k not in before), None)
+            if oldest is None:
+                return
+            del self._blocks[oldest]
         end = len(tokens)
         span = slice(end - self.block_size, end)
         copies = [
@@ -71,13 +87,12 @@ class PrefixCache:
         ]
         states = [(window.clone(), state.clone()) for window, state in states]
         self._blocks[key] = Block(end, states, hidden.clone(), *copies)
-        if len(self._blocks) > self.capacity:
-            self._blocks.popitem(last=False)
+        self._used([*before, key])
 
     def restore(
         self, tokens: Sequence[int], slot: int, store: StateStore, kv: KVCache, mtp_kv: KVCache
-    ) -> Block | None:
-        """Put the longest cached prefix of ``tokens`` into ``slot``; returns its last block.
+    ) -> list[Block]:
+        """Put the longest cached prefix of ``tokens`` into ``slot``; returns its blocks.
 
         The last token is never taken from the cache: its logits are wanted.
         """
@@ -86,14 +101,13 @@ class PrefixCache:
             block = self._blocks.get(key)
             if block is None:
                 break
-            self._blocks.move_to_end(key)
             found.append(block)
-        if not found:
-            return None
+        self._used(self._keys(tokens)[: len(found)])
         for block in found:
             span = slice(block.position - self.block_size, block.position)
             for cache, kept in ((kv, block.kv), (mtp_kv, block.mtp_kv)):
                 for (keys, values), (old_keys, old_values) in zip(cache.layers, kept, strict=True):
                     keys[slot, :, span], values[slot, :, span] = old_keys, old_values
-        store.restore(slot, found[-1].states, found[-1].position)
-        return found[-1]
+        if found:
+            store.restore(slot, found[-1].states, found[-1].position)
+        return found

@@ -7,6 +7,7 @@ all of them. A finished sequence gives its slot to the next request at once.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -45,12 +46,19 @@ class Scheduler:
         decoding = [n for n, sequence in self.running.items() if not sequence.in_prefill]
         prefilling = [n for n, sequence in self.running.items() if sequence.in_prefill]
         if prefilling:
-            step = self.decoder.prefill(self.running[prefilling[0]])
+            sequence, started = self.running[prefilling[0]], time.perf_counter()
+            step = self.decoder.prefill(sequence)
+            sequence.prefill_seconds += time.perf_counter() - started
             if step is not None:
+                step.seconds = sequence.prefill_seconds
                 yield prefilling[0], step
         decoding = [n for n in decoding if n in self.running]
         if decoding:
+            started = time.perf_counter()
             steps = self.decoder.round([self.running[n] for n in decoding], draft=not prefilling)
+            share = (time.perf_counter() - started) / len(steps)
+            for step in steps:
+                step.seconds = share
             for number, round_step in zip(decoding, steps, strict=True):
                 if number in self.running:
                     yield number, round_step

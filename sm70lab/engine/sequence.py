@@ -29,6 +29,7 @@ class Step:
 
     tokens: list[int]
     drafted: int
+    seconds: float = 0.0  # this sequence's share of the wall time: a round's is shared by its batch
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Sequence:
     rounds: int = 0
     prefilled: int = 0  # prompt tokens that are in the caches
     reused: int = 0  # of these, out of the prefix cache
+    prefill_seconds: float = 0.0
     # Rows that the target has run and the draft head has not: their hidden states [n, H]. Their
     # successors are the last n output tokens.
     hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0))

@@ -148,6 +148,8 @@ class _Followed:
         drafts = decoder.drafts_of.get(sequence.slot)
         if logits is None or not first or not drafts or self.shadow.request.sampling.temperature:
             return
+        if len(logits) == 1:  # a shortlist of one id drafts it
+            return
         top = logits.double().topk(2)
         wanted = int(decoder.head.ids(top.indices[0]))
         lead = float(top.values[0] - top.values[1])
@@ -204,32 +206,36 @@ def follow(
         scheduler.add(request)
     followed: dict[int, _Followed] = {}
     block, left = decoder.route.state.block_size, AFTER_FAULT
-    try:
-        for number, step in scheduler.turns():
-            sequence = scheduler.running[number]
-            if number not in followed:
-                run.reused += sequence.reused
-                capacity = decoder.kv.capacity
-                followed[number] = _Followed(
-                    decoder, requests[number], capacity, 0 if known else check_drafts
-                )
-                if known is not None and decoder.script is not None:
-                    decoder.script[sequence.slot] = known[number]
-            with torch.inference_mode():
-                followed[number].take(run, decoder, sequence, step.tokens)
-            run.tokens += len(step.tokens)
-            run.drafted += step.drafted
-            run.accepted += len(step.tokens) - 1
-            run.rounds += 1
-            left -= len(step.tokens) if run.faulty else 0
-            if len(sequence.output) >= budgets[number] or left < 0:
-                run.outputs[number] = sequence.output[: budgets[number]]
-                run.edges += (len(sequence.tokens) - 1) // block - len(sequence.prompt_ids) // block
-                scheduler.finish(number)
-            if left < 0:
-                break
-    except NonFiniteError as error:
-        run.find("ID", str(error))
-    except (ValueError, IndexError, RuntimeError) as error:
-        run.find("ID", f"the engine stopped: {type(error).__name__}: {error}")
+    turns = scheduler.turns()
+    while True:
+        try:
+            number, step = next(turns)
+        except StopIteration:
+            break
+        except (NonFiniteError, ValueError, IndexError, RuntimeError) as error:
+            what = (
+                "" if isinstance(error, NonFiniteError) else f"the engine stopped: {type(error).__name__}: "
+            )
+            run.find("ID", f"{what}{error}")
+            break
+        sequence = scheduler.running[number]
+        if number not in followed:
+            run.reused += sequence.reused
+            drafts = 0 if known else check_drafts
+            followed[number] = _Followed(decoder, requests[number], decoder.kv.capacity, drafts)
+            if known is not None and decoder.script is not None:
+                decoder.script[sequence.slot] = known[number]
+        with torch.inference_mode():
+            followed[number].take(run, decoder, sequence, step.tokens)
+        run.tokens += len(step.tokens)
+        run.drafted += step.drafted
+        run.accepted += len(step.tokens) - 1
+        run.rounds += 1
+        left -= len(step.tokens) if run.faulty else 0
+        if len(sequence.output) >= budgets[number] or left < 0:
+            run.outputs[number] = sequence.output[: budgets[number]]
+            run.edges += (len(sequence.tokens) - 1) // block - len(sequence.prompt_ids) // block
+            scheduler.finish(number)
+        if left < 0:
+            break
     return run

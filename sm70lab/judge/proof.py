@@ -58,6 +58,7 @@ class Prover:
         tokens: int,
         frequent: list[int] | None,
         observe: Callable[[str], None],
+        stop_ids: frozenset[int] = frozenset(),
         audit_tokens: int = AUDIT_TOKENS,
     ) -> None:
         self.config, self.model, self.trusted = config, model, trusted
@@ -65,6 +66,7 @@ class Prover:
         self.sampled = (
             config.sampling if config.sampling.temperature else replace(config.sampling, temperature=1)
         )
+        self.stop_ids = stop_ids  # sampling.min_tokens bans them; the runs go on beyond one
         self.audit_tokens = max(tokens, audit_tokens)
         self.proof = Proof(hazard=config.hazard)
         longest = max(len(prompt) for prompt in prompts)
@@ -104,7 +106,9 @@ class Prover:
 
     def _requests(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Request]:
         seed = self.config.seed
-        return [Request(ids, sampling, KeyedNoise(seed, i, 0)) for i, ids in enumerate(prompts)]
+        noises = [KeyedNoise(seed, i, 0) for i in range(len(prompts))]
+        pairs = zip(prompts, noises, strict=True)
+        return [Request(ids, sampling, noise, self.stop_ids) for ids, noise in pairs]
 
     def _runs(
         self,

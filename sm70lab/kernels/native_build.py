@@ -28,33 +28,35 @@ def library() -> ctypes.CDLL:
         version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as problem:
         raise NativeUnavailable(f"the C++ compiler {shlex.join(compiler)} does not run: {problem}") from None
-    sources = [path.read_text() for path in sorted(SOURCE.parent.glob("native*.[ch]*"))]
+    sources = [path.read_text(encoding="utf-8") for path in sorted(SOURCE.parent.glob("native*.[ch]*"))]
     facts = "\n".join((*sources, version, *compiler, *FLAGS, _cpu()))
-    name = f"native-{hashlib.sha256(facts.encode()).hexdigest()[:20]}.so"
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(root) / "sm70lab" / name
+    name = f"native-{hashlib.sha256(facts.encode()).hexdigest()[:20]}"
     try:
-        if path.is_file():
-            return ctypes.CDLL(str(path))
-    except OSError:
-        pass  # damaged: built anew
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        cache = Path(root) / "sm70lab"
+        cache.mkdir(parents=True, exist_ok=True)
+        for path in cache.glob(f"{name}-*.so"):
+            # The name has the size: loading a file that was cut short would end the process.
+            if path.stem.endswith(f"-{path.stat().st_size}"):
+                return ctypes.CDLL(str(path))
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
             # Renamed when whole, so that two processes may build at once.
-            _compile(compiler, Path(folder) / name).replace(path)
-        return ctypes.CDLL(str(path))
-    except OSError:  # a read-only cache folder, or one mounted noexec
+            built = _compile(compiler, Path(folder) / f"{name}.so")
+            return ctypes.CDLL(str(built.replace(cache / f"{name}-{built.stat().st_size}.so")))
+    except (OSError, RuntimeError):  # no home; a cache folder that is read-only, full or mounted noexec
         with tempfile.TemporaryDirectory() as folder:
             try:
-                return ctypes.CDLL(str(_compile(compiler, Path(folder) / name)))
+                return ctypes.CDLL(str(_compile(compiler, Path(folder) / f"{name}.so")))
             except OSError as problem:
                 raise NativeUnavailable(f"the built library does not load: {problem}") from None
 
 
 def _compiler() -> list[str]:
     if chosen := os.environ.get("CXX"):
-        return shlex.split(chosen)
+        try:
+            return shlex.split(chosen)
+        except ValueError as problem:
+            raise NativeUnavailable(f"CXX={chosen}: {problem}") from None
     for name in ("g++", "clang++"):
         if shutil.which(name):
             return [name]

@@ -23,6 +23,7 @@ from sm70lab.engine.schemes import scheme_named
 from sm70lab.engine.sequence import Request, Step
 from sm70lab.engine.stopping import Delivery
 from sm70lab.errors import NonFiniteError, UsageError
+from sm70lab.kernels import native
 from sm70lab.schema import (
     ExperimentConfig,
     Generation,
@@ -94,9 +95,12 @@ class EngineTarget:
             torch.set_num_threads(self.config.target.threads)
         rows = self.config.route.draft_tokens + 1
         self._positions = max(len(p.token_ids) + p.max_tokens for p in self.prompts())
-        self._capacity = max(self._positions + rows, 1 + WARM_UP_STEPS * rows)
+        spare = rows if self.config.hazard == "none" else 2 * rows  # a hazard may start a round too late
+        self._capacity = max(self._positions + spare, 1 + WARM_UP_STEPS * rows)
         self._check_memory()
         self.model = self.source.build(self.config.model.dtype, self.device, self.config.target.kernels)
+        if self.model.native:
+            native.set_threads(torch.get_num_threads())
         started = time.perf_counter()
         if self.config.route.compile:
             self.model.compile_rounds()
@@ -191,11 +195,15 @@ class EngineTarget:
                 else:
                     one.show(on_progress)
             except KeyboardInterrupt:
-                yield from self._cut_short(live, scheduler, "interrupted", "")
+                for number in list(scheduler.running):
+                    yield live.pop(number).cut_short("interrupted", "")
                 raise
             except NonFiniteError as error:
                 reason = "model_non_finite" if error.from_scratch else "non_finite"
-                yield from self._cut_short(live, scheduler, reason, str(error))
+                running = scheduler.running.items()
+                number = next(n for n, sequence in running if sequence.slot == error.slot)
+                yield live.pop(number).cut_short(reason, str(error))
+                # The others start again: their draws are keyed, so they come to the same tokens.
                 yield from self.generate([one.prompt for one in live.values()], repeat, on_progress)
                 return
 
@@ -203,17 +211,6 @@ class EngineTarget:
         stop_strings = self.config.sampling.stop_strings
         delivery = Delivery(self.source.text.stream(), self.stop_ids, stop_strings, prompt.max_tokens)
         return _Live(prompt, repeat, self.config.seed, delivery)
-
-    @staticmethod
-    def _cut_short(
-        live: dict[int, _Live], scheduler: Scheduler, reason: str, note: str
-    ) -> Iterator[Generation]:
-        """What the running sequences have so far. Those that never started have nothing to show."""
-        for number in list(scheduler.running):
-            one = live.pop(number)
-            one.delivery.finish_reason = reason
-            one.note = note
-            yield one.generation()
 
     def score(self, generation: Generation) -> TokenScores | None:
         """Score under the same weights without drafts, in float32 or better."""
@@ -248,39 +245,39 @@ class _Live:
     accepted: int = 0
     note: str = ""
     prefill_seconds: float = 0.0
-    started: float = field(default_factory=time.perf_counter)
-    now: float = field(default_factory=time.perf_counter)
+    decode_seconds: float = 0.0
     shown: float = 0.0
 
     def push(self, step: Step) -> None:
-        """Take a step of the decoder; a sequence's clock runs from its first turn to its last."""
+        """Take a step of the decoder; the first is the prefill's."""
         position = len(self.delivery.token_ids)
         emitted = self.delivery.push(step.tokens)
-        self.now, before = time.perf_counter(), self.now
-        if position == 0 and not step.drafted and not self.prefill_seconds:
-            self.prefill_seconds = self.now - self.started
+        if not self.prefill_seconds:
+            self.prefill_seconds = step.seconds
             return
         passed = min(len(step.tokens) - 1, emitted)
         whole = emitted == len(step.tokens)
-        self.rounds.append(
-            Round(position, step.drafted if whole else passed, passed, emitted, self.now - before)
-        )
+        self.rounds.append(Round(position, step.drafted if whole else passed, passed, emitted, step.seconds))
+        self.decode_seconds += step.seconds
         self.accepted += passed
-
-    @property
-    def decode_seconds(self) -> float:
-        return self.now - self.started - self.prefill_seconds
 
     def show(self, on_progress: OnProgress) -> None:
         """Report, a few times a second."""
-        if self.now - self.shown > PROGRESS_SECONDS:
-            self.shown = self.now
+        now = time.perf_counter()
+        if now - self.shown > PROGRESS_SECONDS:
+            self.shown = now
             tokens = len(self.delivery.token_ids)
             on_progress(
                 Progress(
                     self.prompt, self.repeat, tokens, len(self.rounds), self.accepted, self.decode_seconds
                 )
             )
+
+    def cut_short(self, reason: str, note: str) -> Generation:
+        """What there is so far."""
+        self.delivery.finish_reason = reason
+        self.note = note
+        return self.generation()
 
     def generation(self) -> Generation:
         """The record."""

@@ -10,7 +10,7 @@ from sm70lab.engine.noise import KeyedNoise
 from sm70lab.engine.sequence import Request, Sequence
 from sm70lab.schema import Route, StateConfig
 from tests.engine import tiny
-from tests.engine.assertions import assert_states
+from tests.engine.assertions import assert_close, assert_states
 
 LIMIT = 1e-11
 
@@ -75,7 +75,7 @@ def test_another_prompt_with_the_same_last_block_is_no_hit() -> None:
     assert admit(decoder, [3] * 8 + [2] * 9).reused == 0
 
 
-def test_the_oldest_block_is_evicted_and_a_chain_without_its_start_is_no_hit() -> None:
+def test_a_chain_is_evicted_from_its_end() -> None:
     decoder = Decoder(tiny.model(), route(blocks=3), 100)
     ids = tiny.prompt(26)
     run(decoder, ids, 2)
@@ -85,7 +85,33 @@ def test_the_oldest_block_is_evicted_and_a_chain_without_its_start_is_no_hit() -
         decoder.prefill(other)
     decoder.release(other)
     assert len(decoder.prefixes) == 3
-    assert admit(decoder, ids).reused == 0
+    assert admit(decoder, ids).reused == 16
+
+
+def test_a_prompt_of_more_blocks_than_fit_keeps_its_beginning() -> None:
+    decoder = Decoder(tiny.model(), route(blocks=2), 100)
+    run(decoder, tiny.prompt(35), 2)
+    assert admit(decoder, tiny.prompt(35)).reused == 16
+
+
+@pytest.mark.parametrize("other", [[], [60] * 5])
+def test_a_draft_key_that_belongs_to_another_continuation_is_made_anew(other: list[int]) -> None:
+    """The last key of a block comes from the token after it: none yet, or another sequence's."""
+    m, ids = tiny.model(), tiny.prompt(21)
+    fresh, cached = Decoder(m, route(), 120), Decoder(m, route(), 120)
+    run(cached, ids[:16] + other, 1)
+    longer = [*ids[:16], *range(7, 16)]
+    sequences = [admit(d, longer) for d in (fresh, cached)]
+    assert sequences[1].reused == 16
+    for decoder, sequence in zip((fresh, cached), sequences, strict=True):
+        while sequence.in_prefill:
+            decoder.prefill(sequence)
+    (keys, values), (keys_too, values_too) = (
+        [x[s.slot, :, :24] for x in d.mtp_kv.layers[0]]
+        for d, s in zip((fresh, cached), sequences, strict=True)
+    )
+    assert_close(keys_too, keys, LIMIT)
+    assert_close(values_too, values, LIMIT)
 
 
 def test_draft_keys_come_with_the_prefix() -> None:

@@ -49,7 +49,7 @@ VARIANTS = {
     "whole_round, slots": ["route=whole_round", "route.state.scheme=slots"],
     "whole_round, snapshot": ["route=whole_round", "route.state.scheme=snapshot"],
     "whole_round, fold": ["route=whole_round", "route.state.scheme=fold"],
-    "whole_round, coupled": ["route=whole_round", "route.draft_sampling=coupled"],
+    "whole_round, probabilistic": ["route=whole_round", "route.draft_sampling=probabilistic"],
     "whole_round, shortlist": ["route=whole_round", "route.draft_head=shortlist"],
     "whole_round, int8 head": ["route=whole_round", "route.draft_head=int8"],
     "whole_round, greedy": ["route=whole_round", "sampling=greedy"],

@@ -183,7 +183,12 @@ def test_nothing_heavy_is_imported(tmp_path: Path, arguments: list[str]) -> None
 
 
 def test_starts_fast() -> None:
+    """The best of three: a busy machine's CPU seconds are longer, too."""
+
     def cpu_seconds(*command: str) -> float:
+        return min(once(*command) for _ in range(3))
+
+    def once(*command: str) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, *command], capture_output=True, check=True, timeout=60)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)

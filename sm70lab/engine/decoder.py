@@ -19,7 +19,7 @@ from sm70lab.engine.sampling import Candidates, concatenate, sample, truncate
 from sm70lab.engine.sequence import Request, Sequence, Step
 from sm70lab.engine.state import StateStore
 from sm70lab.errors import NonFiniteError
-from sm70lab.schema import DraftSampling, Proposal, Route, StateDtype
+from sm70lab.schema import DraftSampling, Proposal, Route, StateConfig, StateDtype
 
 # Which noise draws the drafts; modes that are not here draft the draft head's argmax.
 DRAFT_STREAM = {DraftSampling.probabilistic: Stream.draft, DraftSampling.coupled: Stream.target}
@@ -31,6 +31,15 @@ def state_dtype(route: Route, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32)
     resolved: torch.dtype = getattr(torch, route.state.dtype.value)
     return resolved
+
+
+def chunk_end(state: StateConfig, begin: int, total: int) -> int:
+    """Where the prefill chunk that starts at ``begin`` of a prompt of ``total`` tokens ends.
+
+    On a block edge, or ``prefill_chunk`` tokens after its start if that is sooner.
+    """
+    end = min(begin - begin % state.block_size + state.block_size, total)
+    return min(end, begin + state.prefill_chunk) if state.prefill_chunk else end
 
 
 class Decoder:
@@ -89,18 +98,13 @@ class Decoder:
     # ------------------------------------------------------------------ prefill
 
     def prefill(self, sequence: Sequence) -> Step | None:
-        """Run one chunk of the prompt; the last one gives the first output token.
-
-        A chunk ends on a block edge, or ``state.prefill_chunk`` tokens after its start if that is sooner.
-        """
+        """Run one chunk of the prompt (see ``chunk_end``); the last one gives the first output token."""
         with torch.inference_mode():
             return self._prefill(sequence)
 
     def _prefill(self, sequence: Sequence) -> Step | None:
         block, begin = self.route.state.block_size, sequence.prefilled
-        end = min(begin - begin % block + block, len(sequence.prompt_ids))
-        if self.route.state.prefill_chunk:
-            end = min(end, begin + self.route.state.prefill_chunk)
+        end = chunk_end(self.route.state, begin, len(sequence.prompt_ids))
         ids = torch.tensor([sequence.prompt_ids[begin:end]], device=self.model.device)
         hidden = self.model.run(
             ids, [sequence.slot], self.store, self.kv, prefill=True, boundary=self.boundary

@@ -256,32 +256,28 @@ class OptimisticLengths(_NeedsDrafts):
     def __init__(self) -> None:
         self.ends: dict[int, int] = {}
 
+    def start_after_rejection(self, true: int, expected: int) -> int:
+        """Where a round starts instead of ``true``; without a rejection it would be ``expected``."""
+        return expected
+
     def metadata(self, now: Metadata, store: StateStore, rows: int) -> Metadata:
         start = now.start.clone()
         for b, slot in enumerate(now.slots.tolist()):
             true = int(now.start[b])
             expected = self.ends.get(slot, true)
-            start[b] = expected if true < expected <= true + store.rows else true
+            if true < expected <= true + store.rows:
+                start[b] = self.start_after_rejection(true, expected)
             self.ends[slot] = true + rows
         return replace(now, start=start)
 
 
-class RecoveredTokenAsComputed(_NeedsDrafts):
+class RecoveredTokenAsComputed(OptimisticLengths):
     """The token that replaced a rejected draft counts as computed: its position is skipped."""
 
     name = "recovered_as_computed"
 
-    def __init__(self) -> None:
-        self.ends: dict[int, int] = {}
-
-    def metadata(self, now: Metadata, store: StateStore, rows: int) -> Metadata:
-        start = now.start.clone()
-        for b, slot in enumerate(now.slots.tolist()):
-            true = int(now.start[b])
-            rejected = true < self.ends.get(slot, true) <= true + store.rows
-            start[b] = true + 1 if rejected else true
-            self.ends[slot] = true + rows
-        return replace(now, start=start)
+    def start_after_rejection(self, true: int, expected: int) -> int:
+        return true + 1
 
 
 class MisreportedDrafts(_NeedsDrafts):

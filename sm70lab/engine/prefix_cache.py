@@ -97,12 +97,13 @@ class PrefixCache:
         The last token is never taken from the cache: its logits are wanted.
         """
         found: list[Block] = []
-        for key in self._keys(tokens[:-1]):
+        keys_before = self._keys(tokens[:-1])
+        for key in keys_before:
             block = self._blocks.get(key)
             if block is None:
                 break
             found.append(block)
-        self._used(self._keys(tokens)[: len(found)])
+        self._used(keys_before[: len(found)])
         for block in found:
             span = slice(block.position - self.block_size, block.position)
             for cache, kept in ((kv, block.kv), (mtp_kv, block.mtp_kv)):

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from sm70lab.engine.decoder import Decoder
+from sm70lab.engine.decoder import Decoder, chunk_end
 from sm70lab.engine.kv_cache import KVCache
 from sm70lab.engine.noise import KeyedNoise, Stream
 from sm70lab.engine.routes import Opaque
@@ -43,8 +43,7 @@ class Shadow:
         state, ids = self.decoder.route.state, list(self.request.prompt_ids)
         begin = 0
         while begin < len(ids):
-            end = min(begin - begin % state.block_size + state.block_size, len(ids))
-            end = min(end, begin + state.prefill_chunk) if state.prefill_chunk else end
+            end = chunk_end(state, begin, len(ids))
             self._run(ids[begin:end], prefill=True)
             if pairs := ids[begin + 1 : end + 1]:
                 self._pair(pairs, begin, self.hidden[: len(pairs)])

@@ -70,7 +70,8 @@ def _with_defaults(arguments: list[str]) -> list[str]:
     given = {argument.partition("=")[0] for argument in arguments}
     chosen = dict(argument.partition("=")[::2] for argument in arguments if "=" in argument)
     defaults = ALWAYS | (TINY if chosen.get("model", "tiny") == "tiny" else {})
-    if chosen.get("route.draft_tokens") == "8":  # a round must not cross two block edges
+    small_blocks = "route.state.block_size" in defaults
+    if small_blocks and chosen.get("route.draft_tokens") == "8":  # a round must not cross two block edges
         defaults["route.state.block_size"] = "9"
     return [*(f"{key}={value}" for key, value in defaults.items() if key not in given), *arguments]
 

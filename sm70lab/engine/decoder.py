@@ -17,7 +17,7 @@ from sm70lab.engine.rejection import Drafts, accept, one_hot
 from sm70lab.engine.routes import resolve
 from sm70lab.engine.sampling import Candidates, concatenate, sample, truncate
 from sm70lab.engine.sequence import Request, Sequence, Step
-from sm70lab.engine.state import StateStore
+from sm70lab.engine.state import LayerSnapshot, StateStore
 from sm70lab.errors import NonFiniteError
 from sm70lab.schema import DraftSampling, Proposal, Route, StateConfig, StateDtype
 
@@ -142,7 +142,7 @@ class Decoder:
             self.mtp_kv,
         )
 
-    def _cache(self, sequence: Sequence, end: int, states: list, hidden: torch.Tensor) -> None:  # type: ignore[type-arg]
+    def _cache(self, sequence: Sequence, end: int, states: list[LayerSnapshot], hidden: torch.Tensor) -> None:
         tokens = sequence.tokens[:end]
         self.prefixes.put(tokens, sequence.slot, states, hidden, self.kv, self.mtp_kv)
 

@@ -13,7 +13,7 @@ from sm70lab.engine.noise import KeyedNoise
 from sm70lab.engine.sequence import Request
 from sm70lab.judge import audit
 from sm70lab.judge.exactness import Finding, ProbedDecoder, Run, follow
-from sm70lab.schema import DraftSampling, ExperimentConfig, Generation, ModelDtype, Prompt, Sampling
+from sm70lab.schema import DraftSampling, ExperimentConfig, Generation, ModelDtype, Prompt, Route, Sampling
 
 CANARY_TOKENS = 24
 CONTINUED_TOKENS = 64
@@ -81,10 +81,7 @@ class Prover:
             hazard_named(config.hazard).cannot_act(route, self.sampled, width) for route in self._routes()
         ]
         self.proof.cannot_act = reasons[0] if all(reasons) else None
-        greedy_route, coupled_route = (
-            config.route,
-            replace(config.route, draft_sampling=DraftSampling.coupled),
-        )
+        greedy_route, coupled_route = self._routes()
         solo = self._decoder(greedy_route, 1)
         coupled = self._decoder(coupled_route, 1)
         batch = self._decoder(greedy_route, width)
@@ -97,10 +94,10 @@ class Prover:
         self.proof.seconds = time.perf_counter() - started
         return self.proof
 
-    def _routes(self) -> list:  # type: ignore[type-arg]
+    def _routes(self) -> list[Route]:
         return [self.config.route, replace(self.config.route, draft_sampling=DraftSampling.coupled)]
 
-    def _decoder(self, route, width: int) -> ProbedDecoder:  # type: ignore[no-untyped-def]
+    def _decoder(self, route: Route, width: int) -> ProbedDecoder:
         hazard = hazard_named(self.config.hazard)
         return ProbedDecoder(self.model, route, self.capacity, width, hazard, self.frequent)
 

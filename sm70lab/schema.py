@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 RESULT_SCHEMA_VERSION = 1
+AUTO_REPEATS = "auto"  # of ``repeats``
 
 
 # --------------------------------------------------------------------------- configuration
@@ -190,11 +191,34 @@ class Sampling:
     stop_strings: list[str] = field(default_factory=list)
 
 
+class ShapeGate(str, Enum):
+    """Which measures of the text decide."""
+
+    fixed_quality = "fixed_quality"  # the field's (``judge.text_shape``)
+    strict = "strict"  # ours (``judge.strict_gate``)
+
+
+@dataclass
+class StrictGate:
+    """Thresholds of ``gate.shape=strict`` (see ``judge.degenerate``): a shape fails when it is beyond one."""
+
+    loop_tokens: int = 180  # of loops that last to the end
+    ended_loop_tokens: int = 1000  # of a loop behind which the text went on
+    counter_periods: int = 6  # periods in which only numbers change make a loop
+    stale_tokens: int = 300  # of an ending in which everything was there just before
+    blanks: int = 160  # bytes of blanks and line breaks in a row
+    replacements: int = 16  # U+FFFD
+    salad_letters: int = 40  # letters in a row that change their script all the time
+    thinking_tokens: int = 4000  # of an output that ended inside its thinking
+    echo_characters: int = 48  # of the prompt at the beginning of the answer
+
+
 @dataclass
 class Gate:
     """Thresholds of a gate: a metric fails when its value is beyond the one given here."""
 
     name: str = "fixed_quality"
+    shape: ShapeGate = ShapeGate.fixed_quality
     min_tokens: int = 64
     max_same_token_run: int = 48
     max_digit_run: int = 80
@@ -204,6 +228,7 @@ class Gate:
     repeat100: int = 20
     max_same_line_run: int = 12
     bad_markers: list[str] = field(default_factory=list)
+    strict: StrictGate = field(default_factory=StrictGate)  # read where shape is strict
     audit_alpha: float = 0.001  # false-alarm rate of the losslessness audit, over the whole run
     window_tokens: int = 500  # output tokens in one acceptance window
 
@@ -216,6 +241,18 @@ class Tracking:
     uri: str | None = None  # None: sqlite under runs_dir
     runs_dir: str = "runs"
     timeout_s: float = 10.0  # to reach an http tracking server
+    sweep: str | None = None  # runs with one name here share a parent run in MLflow; -m sets it
+
+
+@dataclass
+class Sprt:
+    """The sequential test of ``repeats=auto`` (see ``judge.statistics.SequentialTest``)."""
+
+    p0: float = 0.95  # a good route's pass rate
+    p1: float = 0.8  # a bad route's
+    alpha: float = 0.05  # chance to call a good route bad
+    beta: float = 0.05  # chance to call a bad route good
+    max_repeats: int = 50  # stop there, decided or not
 
 
 @dataclass
@@ -232,7 +269,9 @@ class ExperimentConfig:
     hazard: str = "none"  # a fault put in on purpose: ``engine.hazards`` has the list
     tracking: Tracking = field(default_factory=Tracking)
     seed: int = 20260620
-    repeats: int = 1
+    repeats: int | str = 1  # a number, or "auto": until the sequential test has decided
+    first_repeat: int = 0  # repeats are numbered from here, and their draws keyed by the number
+    sprt: Sprt = field(default_factory=Sprt)
     audit: bool = True
     force: bool = False  # run again though this fingerprint is finished
     display: Display = Display.rich
@@ -303,11 +342,69 @@ class TokenScores:
     rank: np.ndarray  # 0 is the reference's most likely token
     in_support: np.ndarray  # bool
     cut_gap: np.ndarray  # how far outside: 0 inside; else logit gap (top-k, min-p) or mass (top-p)
+    cut_logit: np.ndarray  # 0 inside; else how far its logit is below the last one inside the cuts
     cut_rule: np.ndarray  # "" inside, else "top_k" (greedy: top-1), "top_p", "min_p", "banned"
     argmax: np.ndarray  # the reference's most likely token id
     top2_margin: np.ndarray  # logit gap between the reference's two most likely tokens
     cdf_low: np.ndarray
     cdf_high: np.ndarray
+    collision: np.ndarray  # Σ p'²: the chance that two draws agree
+    collision_variance: np.ndarray  # variance of p'(token) under p': Σ p'³ − (Σ p'²)²
+    covariance: np.ndarray  # of log p'(token) and p'(token) under p', nats
+    log_bets: np.ndarray  # [tokens, len(BETS)]: log r(token)/p'(token) of each alternative r
+    # The token that p' gives with the run's own keyed noise (Gumbel-max), where the route draws every
+    # token that way; NaN where it does not.
+    noise_gap: np.ndarray  # how far this run's token is behind it, in logits; ≤ 0: it is the one
+    noise_winner_logit: np.ndarray  # how far that token's logit is above min-p and the likeliest one cut
+    noise_winner_mass: np.ndarray  # and inside the nucleus, in probability
+
+
+# What the audit bets on, token by token: names and parameters of distributions near p' that a broken
+# route may draw from instead. ``engine.reference`` has their formulas.
+BETS: dict[str, float] = {
+    "temperature_0.67": 0.67,
+    "temperature_0.87": 0.87,
+    "temperature_1.15": 1.15,
+    "temperature_1.5": 1.5,
+    "noise_0.5": 0.5,  # variance of a disturbance of the logits
+    "noise_2": 2.0,
+    "flat_0.05": 0.05,  # share drawn evenly from the support
+    "flat_0.3": 0.3,
+}
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far plain arithmetic in a route's element type moves the reference's own numbers.
+
+    Largest and typical differences over ``rows`` teacher-forced tokens of a run and their likely
+    candidates, against one precision higher, without drafts, state schemes or routes.
+    """
+
+    rows: int
+    logit: float  # largest change of a candidate's logit against the best one's
+    logit_rms: float
+    mass: float  # largest change of the probability before a candidate
+    outside: float  # mean probability of what only the coarser arithmetic keeps in the support
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A token that the reference could have drawn instead."""
+
+    token: int
+    text: str
+    probability: float  # p'; 0 where the cuts leave it out
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One token of an output in its surroundings, and what the reference would have said there."""
+
+    before: str
+    token: str
+    after: str
+    alternatives: list[Alternative]  # likeliest first
 
 
 class VerdictKind(str, Enum):

@@ -57,6 +57,11 @@ class KeyedNoise:
             key = _mix_int(key + (word + 1) * GOLDEN)
         self._keys = {stream: _mix_int(key + stream * GOLDEN) for stream in Stream}
 
+    def words(self) -> NDArray[np.int64]:
+        """Each stream's key at the place of its number, the bits of uint64: what kernels hash on a device."""
+        keys = [self._keys.get(stream, 0) for stream in range(max(Stream) + 1)]  # type: ignore[call-overload]
+        return np.array(keys, dtype=np.uint64).view(np.int64)
+
     def _hashes(self, stream: Stream, positions: Sequence[int]) -> NDArray[np.uint64]:
         key = self._keys[stream]
         return np.array([_mix_int(key + position * GOLDEN) for position in positions], dtype=np.uint64)

@@ -33,6 +33,9 @@ class Text(Protocol):
     def stream(self) -> Stream:
         """A fresh streaming detokeniser."""
 
+    def show(self, ids: list[int]) -> str:
+        """The text of some tokens for a person, special ones included; U+FFFD for half characters."""
+
 
 class TokenizerText:
     """``tokenizer.json`` with the chat template of ``tokenizer_config.json``."""
@@ -77,6 +80,10 @@ class TokenizerText:
     def stream(self) -> Stream:
         return _TokenizerStream(self.tokenizer)
 
+    def show(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
 
 class _TokenizerStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -101,6 +108,9 @@ class NumberText:
 
     def stream(self) -> Stream:
         return _NumberStream()
+
+    def show(self, ids: list[int]) -> str:
+        return "".join(f"{token} " for token in ids)
 
 
 class _NumberStream:

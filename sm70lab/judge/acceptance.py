@@ -28,6 +28,7 @@ ZERO_CHANCES = 20  # tests of a position that no draft survives, before it is ca
 RISE_WINDOWS = 8
 RISE_CORRELATION = -0.7  # Spearman's ρ of acceptance length and novelty over windows
 RISE_P = 0.01
+RISE_NOVELTY = 0.3  # a window below it: sound text drafts better where it repeats itself, too
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,8 @@ def _findings(total: Pooled, parts: list[Window], faults: list[str]) -> dict[str
     usable = [w for w in parts if w.pooled.complete_rounds >= PLATEAU_ROUNDS and not np.isnan(w.novelty)]
     lengths = [w.pooled.acceptance_length for w in usable]
     novelties = [w.novelty for w in usable]
-    if len(usable) >= RISE_WINDOWS and len(set(lengths)) > 1 and len(set(novelties)) > 1:
+    repetitive = min(novelties, default=1.0) < RISE_NOVELTY
+    if len(usable) >= RISE_WINDOWS and repetitive and len(set(lengths)) > 1:
         result = stats.spearmanr(lengths, novelties)
         if result.statistic <= RISE_CORRELATION and result.pvalue < RISE_P:
             found["rise_with_repetition"] = (

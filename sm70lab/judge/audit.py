@@ -2,18 +2,19 @@
 
 Under a lossless route token t is a draw from p'_t, the no-draft reference's truncated distribution
 given the tokens before it (speculative sampling is exact: Leviathan, Kalman and Matias 2023; Chen
-et al. 2023). Penalties and bans are already inside p'. Three tests follow, on all tokens of all
-generations pooled once, at the end; their p-values share ``gate.audit_alpha`` by Bonferroni:
+et al. 2023). Penalties and bans are already inside p'. From strong to weak:
 
-1. Support: a token with p'(token) = 0 cannot be drawn. One beyond the tolerance decides alone; those
-   within it ("at the edge") are the arithmetic's doing only while they are few: their number is
-   tested against Binomial(n, ``edge_share``).
-2. Uniformity: low + U·(high − low), with the token's interval in the cumulative p' and U uniform,
-   is uniform and independent over t (randomised probability-integral transform: Brockwell 2007);
-   tested by Kolmogorov–Smirnov.
-3. Log-probability: X_t = log p'(token) + entropy has mean 0 and the given variance, whatever came
-   before, so Σ X / √(Σ variance) is about standard normal (martingale central limit theorem). Where
-   Σ variance is too small for that, Chebyshev's bound 1/z² is the p-value.
+1. Support: a token with p'(token) = 0 cannot be drawn. One beyond the tolerance decides alone.
+2. Noise: where the route draws each token by Gumbel-max with noise keyed by its position, the token
+   must be the one that p' gives with that noise. One that is behind it by more than the tolerance
+   decides alone: a sampled run is then as good as a greedy one.
+3. The edge: tokens within the tolerance of 1 and 2 are the arithmetic's doing only while they are
+   few: their number is tested against Binomial(n, ``edge_share``).
+4. The run's one p-value, over all tokens of all generations pooled once at the end: ``judge.draws``.
+5. Evidence that may be looked at after every token: ``judge.betting``.
+
+3, 4 and 5 share ``gate.audit_alpha`` as ¼, ½ and ¼ (Bonferroni). Where 2 has shown every token to be
+the reference's own, 4 and 5 can only doubt the noise itself, and need α² for it.
 
 At temperature 0 the token must be the reference's argmax: see ``token_audit``.
 """
@@ -28,44 +29,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from sm70lab.schema import Evidence, Gate, Generation, ModelDtype, Status, TokenScores
+from sm70lab.judge import betting, draws
+from sm70lab.judge.tolerance import Tolerance
+from sm70lab.schema import Evidence, Gate, Generation, Status, TokenScores
 
 _SEED_TAG = 0x6175646974  # "audit": keeps U apart from every draw of the run with the same seed
-_TESTS = 4
-# Σ variance (nats²) from which z counts as normal: log p' is skewed, so below it one rare token can
-# outweigh the sum. Simulated rate of p < 1/3000, over nominal: 2.2 at 27 nats², 1.3 at 40, 0.8 at 108.
-_NORMAL_VARIANCE = 40.0
-_ROUNDING = 1e-6  # nats a token: what float32 log-probabilities are worth
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """How far outside the support a token may lie and still be the arithmetic's doing.
-
-    ``logit``: gap to the cut of top-k and min-p, and between near-equal greedy choices (nats);
-    ``mass``: gap to the cut of top-p (probability). A banned token has no tolerance, and neither has
-    one that no cut explains. ``edge_share``: how large a share of the tokens may lie there.
-    """
-
-    logit: float
-    mass: float
-    edge_share: float
-
-
-# Provisional until measured: differences of a verify block to single steps in each element type,
-# with room. bfloat16 has eight times the rounding step of float16.
-# Seen on sampled tokens of the embedded model: in float16 three of 24,000 outside, the farthest by 0.013
-# of mass; in bfloat16 five of 2,500, the farthest by 0.025.
-FLOAT32 = Tolerance(logit=1e-3, mass=1e-4, edge_share=5e-4)
-FLOAT16 = Tolerance(logit=0.05, mass=0.03, edge_share=2e-3)
-BFLOAT16 = Tolerance(logit=0.4, mass=0.04, edge_share=5e-3)
-
-
-def tolerance_for(dtype: ModelDtype) -> Tolerance:
-    """The default tolerance for a route that computes in ``dtype``."""
-    if dtype is ModelDtype.float16:
-        return FLOAT16
-    return BFLOAT16 if dtype is ModelDtype.bfloat16 else FLOAT32
+CURVE_POINTS = 500
+SHARES = {"p_edge": 0.25, "p_value": 0.5, "log10_e": 0.25}  # of audit_alpha
 
 
 @dataclass(frozen=True)
@@ -73,8 +43,10 @@ class TokenAudit:
     """Arrays with one entry an output token."""
 
     pit: NDArray[np.float64]  # randomised PIT; NaN outside the support and in greedy runs
-    violation: NDArray[np.bool_]  # outside the support, or not the argmax, beyond the tolerance
+    violation: NDArray[np.bool_]  # outside the support, not the argmax, not the noise's token
     edge: NDArray[np.bool_]  # the same within the tolerance ("at the edge"; greedy: a tie)
+    rule: NDArray[np.str_]  # which: a cut, "argmax" or "noise"; "" where nothing is wrong
+    gap: NDArray[np.float64]  # by how much
 
 
 def token_audit(
@@ -93,10 +65,12 @@ def token_audit(
             raise ValueError(f"{generation.key}: scores.{name} has {len(values)} entries for {count} tokens")
     if greedy:
         wrong = np.asarray(scores.argmax) != np.asarray(generation.token_ids, dtype=np.int64)
-        tie = wrong & (_greedy_gap(scores) <= tolerance.logit)
-        return TokenAudit(np.full(count, np.nan), wrong & ~tie, tie)
+        gap = _greedy_gap(scores)
+        tie = wrong & (gap <= tolerance.logit)
+        rule = np.where(wrong, "argmax", "")
+        return TokenAudit(np.full(count, np.nan), wrong & ~tie, tie, rule, np.where(wrong, gap, 0.0))
     inside = np.asarray(scores.in_support, dtype=bool)
-    for name in ("logprob", "entropy", "variance", "cdf_low", "cdf_high"):
+    for name in ("logprob", "entropy", "variance", "cdf_low", "cdf_high", "collision", "covariance"):
         broken = np.flatnonzero(inside & ~np.isfinite(getattr(scores, name)))
         if broken.size:
             raise ValueError(f"{generation.key}: scores.{name} is not finite at token {broken[0]}")
@@ -104,28 +78,32 @@ def token_audit(
     allowed[np.isin(scores.cut_rule, ("top_k", "min_p"))] = tolerance.logit
     allowed[scores.cut_rule == "top_p"] = tolerance.mass
     explained = np.isin(scores.cut_rule, ("top_k", "min_p", "top_p"))
-    edge = ~inside & explained & (scores.cut_gap <= allowed)
-    key = (generation.seed % 2**64, generation.prompt.index, generation.repeat, _SEED_TAG)
-    uniform = np.random.default_rng(key).random(count)
+    # Near-equal candidates may change places: the one beyond a cut is then as good as the last inside.
+    near_cut = (scores.cut_gap <= allowed) | (scores.cut_logit <= tolerance.logit)
+    edge = ~inside & explained & near_cut
+    other = inside & (scores.noise_gap > 0)  # another token won; NaN where the noise is not known
+    # The winner may stand so near a cut that the route's own arithmetic cuts it.
+    at_cut = (scores.noise_winner_logit <= tolerance.logit) | (scores.noise_winner_mass <= tolerance.mass)
+    near = other & ((scores.noise_gap <= tolerance.logit) | at_cut)
+    uniform = np.random.default_rng(_key(generation)).random(count)
     pit = scores.cdf_low + uniform * (scores.cdf_high - scores.cdf_low)
-    return TokenAudit(np.where(inside, np.clip(pit, 0.0, 1.0), np.nan), ~inside & ~edge, edge)
+    return TokenAudit(
+        pit=np.where(inside, np.clip(pit, 0.0, 1.0), np.nan),
+        violation=(~inside & ~edge) | (other & ~near),
+        edge=edge | near,
+        rule=np.where(other, "noise", scores.cut_rule),
+        gap=np.where(other, scores.noise_gap, scores.cut_gap),
+    )
+
+
+def _key(generation: Generation) -> tuple[int, ...]:
+    return (generation.seed % 2**64, generation.prompt.index, generation.repeat, _SEED_TAG)
 
 
 def _greedy_gap(scores: TokenScores) -> NDArray[np.float64]:
     """Each token's logit gap to the argmax, where it is not the argmax; infinite where not known."""
     further = np.where(scores.cut_rule == "top_k", scores.cut_gap, np.inf)
     return np.where(scores.rank <= 1, scores.top2_margin, further)
-
-
-def z_test(logprob: np.ndarray, entropy: np.ndarray, variance: np.ndarray) -> tuple[float, float]:
-    """z of Σ(log p' + entropy), in nats, and its two-sided p-value. Positive: too likely tokens."""
-    total = float(np.sum(logprob + entropy))
-    spread = float(np.sum(variance))
-    if spread < _NORMAL_VARIANCE:
-        z = total / np.sqrt(spread + (len(logprob) * _ROUNDING) ** 2) if len(logprob) else 0.0
-        return float(z), float(min(1.0, 1.0 / z**2)) if z else 1.0
-    z = total / np.sqrt(spread)
-    return float(z), float(2.0 * stats.norm.sf(abs(z)))
 
 
 def evidence(
@@ -138,10 +116,13 @@ def evidence(
 ) -> Evidence:
     """The audit over all generations; ``scores`` lie parallel to them.
 
-    ``bad``: a violation, or a p-value below ``gate.audit_alpha`` / 4. ``unknown``: no fault, but fewer
-    than ``gate.min_tokens`` tokens scored in all, or some generation not scored. ``metrics``: tokens,
-    audited_share, violations, edge, and ks_statistic, p_ks, z, p_z (sampled) or agreement (greedy).
-    ``details['first_bad']``: generation, index, token, rule, gap, place; absent without a violation.
+    ``bad``: a violation, or one of the tests below its share of ``gate.audit_alpha``. ``unknown``: no
+    fault, but fewer than ``gate.min_tokens`` tokens scored in all, or some generation not scored.
+    ``metrics``: tokens, audited_share, violations, edge, p_edge, and agreement (greedy) or
+    ks_statistic, p_ks, z, z_collision, p_score, p_value, log10_e, noise_share (sampled); p_score is absent
+    where the tokens are too sure for it.
+    ``details``: tolerance; ``first_bad`` (generation, index, token, rule, gap, place), absent without a
+    violation; ``curve``, the running evidence, for sampled runs, and ``limit_log10_e``, where it decides.
     """
     pairs = [(g, s) for g, s in zip(generations, scores, strict=True) if s is not None]
     audits = [token_audit(g, s, tolerance, greedy) for g, s in pairs]
@@ -156,23 +137,27 @@ def evidence(
     details: dict[str, Any] = {"tolerance": asdict(tolerance), "needs_tokens": missing}
     faults = []
     if bad:
-        details["first_bad"] = first = _first_bad(pairs, audits, greedy)
-        what = "not the reference's argmax" if greedy else "outside the reference's support"
-        gap = f"{'behind it by' if greedy else first['rule'] + ', beyond the cut by'} {first['gap']:.3g}"
-        place = f"{first['generation']} token {first['index']:,}"
-        faults.append(f"{bad:,} of {tokens:,} tokens {what}, first {place} ({gap}; {first['place']})")
+        details["first_bad"] = first = _first_bad(pairs, audits)
+        faults.append(f"{bad:,} of {tokens:,} tokens {_in_words(first)}")
     if greedy:
         agreeing = tokens - bad - edge
         metrics["agreement"] = agreeing / tokens if tokens else 0.0
         summary = f"{agreeing:,} of {tokens:,} tokens are the reference's argmax, ties: {edge}"
     else:
-        metrics |= _distribution(pairs, audits)
+        wealth = _wealth(pairs)
+        details["curve"] = _curve(pairs, audits, wealth)
+        metrics |= _distribution(pairs, audits, wealth)
         summary = (
-            f"{tokens:,} tokens: KS p = {metrics['p_ks']:.3g}, z = {metrics['z']:+.2f} "
-            f"(p = {metrics['p_z']:.3g}), {edge} at the edge of the support"
+            f"{tokens:,} tokens: p = {metrics['p_value']:.3g} (KS {metrics['p_ks']:.3g}, "
+            f"log-probability z = {metrics['z']:+.2f}, collision z = {metrics['z_collision']:+.2f}), "
+            f"evidence 10^{metrics['log10_e']:.1f}, {edge} at the edge of the support"
         )
-        if not missing:
-            faults += _rejections(metrics, gate.audit_alpha / _TESTS)
+        if metrics["noise_share"] == 1 and not bad:
+            summary += f", {tokens - edge:,} are the token that the reference draws with the same noise"
+    alpha = _alphas(metrics, gate.audit_alpha)
+    details["limit_log10_e"] = -float(np.log10(alpha["log10_e"]))
+    if not missing:
+        faults += _rejections(metrics, alpha)
     if faults:
         return Evidence("audit", Status.bad, f"{'; '.join(faults)} [{summary}]", metrics, details)
     if missing:
@@ -184,53 +169,117 @@ def evidence(
     return Evidence("audit", Status.ok, summary, metrics, details)
 
 
-def _distribution(pairs: list[tuple[Generation, TokenScores]], audits: list[TokenAudit]) -> dict[str, float]:
-    """Both distribution tests over the supported tokens of all generations."""
+def _wealth(pairs: list[tuple[Generation, TokenScores]]) -> NDArray[np.float64]:
+    """log wealth of the bets over all tokens, one generation after the other."""
+    return betting.log_wealth(np.concatenate([s.log_bets for _, s in pairs])) if pairs else np.empty(0)
+
+
+def _distribution(
+    pairs: list[tuple[Generation, TokenScores]], audits: list[TokenAudit], wealth: NDArray[np.float64]
+) -> dict[str, float]:
+    """The tests over the supported tokens of all generations, and their one p-value."""
     pit = np.concatenate([a.pit for a in audits]) if audits else np.empty(0)
     inside = ~np.isnan(pit)
+    known = np.concatenate([~np.isnan(s.noise_gap) for _, s in pairs]) if pairs else np.empty(0)
+    found = {"noise_share": float(known.mean()) if len(known) else 0.0}
+    found["log10_e"] = float(wealth.max(initial=0.0)) / np.log(10)
     if not inside.any():  # the violations, or their number at the edge, have decided already
-        return {"ks_statistic": 0.0, "p_ks": 1.0, "z": 0.0, "p_z": 1.0}
-    logprob, entropy, variance = (
-        np.concatenate([getattr(s, name) for _, s in pairs]).astype(np.float64)[inside]
-        for name in ("logprob", "entropy", "variance")
-    )
-    ks = stats.kstest(pit[inside], "uniform")
-    z, p_z = z_test(logprob, entropy, variance)
-    return {"ks_statistic": float(ks.statistic), "p_ks": float(ks.pvalue), "z": z, "p_z": p_z}
+        return found | {"ks_statistic": 0.0, "p_ks": 1.0, "z": 0.0, "z_collision": 0.0, "p_value": 1.0}
+    found["ks_statistic"], found["p_ks"] = draws.uniformity_test(pit[inside])
+    scored = draws.score_test([(s, ~np.isnan(a.pit)) for (_, s), a in zip(pairs, audits, strict=True)])
+    found |= {"z": scored.z, "z_collision": scored.z_collision, "p_value": found["p_ks"]}
+    if not np.isnan(scored.p_value):  # enough variance for it
+        found["p_score"] = scored.p_value
+        found["p_value"] = draws.cauchy_combination([found["p_ks"], scored.p_value])
+    return found
 
 
-def _rejections(metrics: dict[str, float], alpha: float) -> list[str]:
+def _alphas(metrics: dict[str, float], audit_alpha: float) -> dict[str, float]:
+    """Each test's share of alpha."""
+    proven = metrics.get("noise_share") == 1 and not metrics["violations"]
+    return {
+        name: share * (audit_alpha**2 if proven and name != "p_edge" else audit_alpha)
+        for name, share in SHARES.items()
+    }
+
+
+def _rejections(metrics: dict[str, float], alpha: dict[str, float]) -> list[str]:
+    """In words, each test that is below its share of alpha."""
     faults = []
-    if metrics["p_edge"] < alpha:
+    if metrics["p_edge"] < alpha["p_edge"]:
         faults.append(
             f"{metrics['edge']:,.0f} tokens at the edge of the support are too many for rounding "
-            f"(p = {metrics['p_edge']:.2g} < {alpha:.2g})"
+            f"(p = {metrics['p_edge']:.2g} < {alpha['p_edge']:.2g})"
         )
-    if metrics["p_ks"] < alpha:
-        faults.append(f"tokens are not draws from the reference (KS p = {metrics['p_ks']:.2g} < {alpha:.2g})")
-    if metrics["p_z"] < alpha:
-        way = "likelier" if metrics["z"] > 0 else "less likely"
+    if "p_value" not in metrics:
+        return faults
+    if metrics["p_value"] < alpha["p_value"]:
+        ways = {
+            "p_ks": "not spread as the reference's",
+            "p_score": f"{'likelier' if metrics['z'] > 0 else 'less likely'} than the reference's",
+        }
+        least = min(ways, key=lambda name: metrics.get(name, 1.0))
         faults.append(
-            f"tokens are {way} than the reference's draws (z = {metrics['z']:+.1f}, p = {metrics['p_z']:.2g})"
+            f"tokens are not draws from the reference: {ways[least]} "
+            f"(p = {metrics['p_value']:.2g} < {alpha['p_value']:.2g}; {least} = {metrics[least]:.2g})"
+        )
+    if metrics["log10_e"] >= -np.log10(alpha["log10_e"]):
+        faults.append(
+            f"bets on a changed distribution win 10^{metrics['log10_e']:.1f} times their stake "
+            f"(chance: {alpha['log10_e']:.2g})"
         )
     return faults
 
 
-def _first_bad(
-    pairs: list[tuple[Generation, TokenScores]], audits: list[TokenAudit], greedy: bool
-) -> dict[str, Any]:
-    for (generation, scores), audit in zip(pairs, audits, strict=True):
+def _curve(
+    pairs: list[tuple[Generation, TokenScores]], audits: list[TokenAudit], wealth: NDArray[np.float64]
+) -> list[dict[str, Any]]:
+    """The running evidence for a picture: log10 of the wealth over output tokens, faults marked."""
+    curve, begin = [], 0
+    for (generation, _), audit in zip(pairs, audits, strict=True):
+        count = len(generation.token_ids)
+        at = np.unique(np.linspace(0, count - 1, min(count, CURVE_POINTS)).astype(int))
+        part = wealth[begin : begin + count][at] / np.log(10)
+        faults = np.flatnonzero(audit.violation)[:CURVE_POINTS]
+        curve.append(
+            {
+                "generation": generation.key,
+                "token": at.tolist(),
+                "log10_e": [round(float(value), 3) for value in part],
+                "faults": faults.tolist(),
+            }
+        )
+        begin += count
+    return curve
+
+
+def _first_bad(pairs: list[tuple[Generation, TokenScores]], audits: list[TokenAudit]) -> dict[str, Any]:
+    for (generation, _), audit in zip(pairs, audits, strict=True):
         if audit.violation.any():
             index = int(np.argmax(audit.violation))
             return {
                 "generation": generation.key,
                 "index": index,
                 "token": int(generation.token_ids[index]),
-                "rule": "argmax" if greedy else str(scores.cut_rule[index]),
-                "gap": float(_greedy_gap(scores)[index] if greedy else scores.cut_gap[index]),
+                "rule": str(audit.rule[index]),
+                "gap": float(audit.gap[index]),
                 "place": _place(generation, index),
             }
     raise ValueError("no violation in these audits")
+
+
+def _in_words(first: dict[str, Any]) -> str:
+    place = f"{first['generation']} token {first['index']:,}"
+    if first["rule"] == "argmax":
+        what, gap = "not the reference's argmax", f"behind it by {first['gap']:.3g}"
+    elif first["rule"] == "noise":
+        what, gap = "not what the reference draws with the same noise", f"behind it by {first['gap']:.3g}"
+    else:
+        what, gap = (
+            "outside the reference's support",
+            f"{first['rule'] or 'no cut'}, beyond the cut by {first['gap']:.3g}",
+        )
+    return f"{what}, first {place} ({gap}; {first['place']})"
 
 
 def _place(generation: Generation, index: int) -> str:

@@ -13,6 +13,7 @@ from sm70lab.engine.noise import KeyedNoise
 from sm70lab.engine.sequence import Request
 from sm70lab.judge import audit
 from sm70lab.judge.exactness import Finding, ProbedDecoder, Run, follow
+from sm70lab.judge.tolerance import tolerance_for
 from sm70lab.schema import DraftSampling, ExperimentConfig, Generation, ModelDtype, Prompt, Route, Sampling
 
 CANARY_TOKENS = 24
@@ -200,7 +201,7 @@ class Prover:
         generation = Generation(prompt, 0, self.config.seed, ids, "", "length", [], 0.0, 0.0)
         scores = reference.score(self.trusted, list(request.prompt_ids), ids, self.sampled, request.stop_ids)
         dtype = ModelDtype(str(self.model.dtype).removeprefix("torch."))
-        tolerance = audit.tolerance_for(dtype)
+        tolerance = tolerance_for(dtype)
         found = audit.evidence([generation], [scores], self.config.gate, greedy=False, tolerance=tolerance)
         if found.status.value == "bad":
             run.find("AUD", found.line)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from sm70lab.schema import Generation, Prompt, TokenScores
+from sm70lab.schema import Explanation, Generation, Prompt, Rounding, TokenScores
 
 
 @dataclass(frozen=True)
@@ -42,3 +42,9 @@ class Target(Protocol):
 
     def score(self, generation: Generation) -> TokenScores | None:
         """Score the generation's own tokens under the no-draft reference; None where impossible."""
+
+    def rounding(self, generation: Generation) -> Rounding | None:
+        """What arithmetic in the run's element type does to the reference's numbers; None where unknown."""
+
+    def explain(self, generation: Generation, index: int) -> Explanation | None:
+        """Output token ``index`` in its text, beside the reference's own candidates; None where unknown."""

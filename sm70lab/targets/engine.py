@@ -10,12 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sm70lab.engine import reference
 from sm70lab.engine.architecture import expected_tensors
 from sm70lab.engine.decoder import Decoder, decode, state_dtype
 from sm70lab.engine.hazards import hazard_named
 from sm70lab.engine.loading import Source, find, no_native
-from sm70lab.engine.model import HybridModel
 from sm70lab.engine.noise import KeyedNoise
 from sm70lab.engine.routes import resolve
 from sm70lab.engine.scheduler import Scheduler
@@ -26,14 +24,17 @@ from sm70lab.errors import NonFiniteError, UsageError
 from sm70lab.kernels import native
 from sm70lab.schema import (
     ExperimentConfig,
+    Explanation,
     Generation,
     GraphMode,
-    ModelDtype,
     Prompt,
     Round,
+    Rounding,
     TokenScores,
 )
 from sm70lab.targets.base import OnProgress, Progress
+from sm70lab.targets.engine_reference import Referee
+from sm70lab.targets.memory import free_bytes
 
 PROGRESS_SECONDS = 0.2
 WARM_UP_STEPS = 3
@@ -99,10 +100,12 @@ class EngineTarget:
         self._capacity = max(self._positions + spare, 1 + WARM_UP_STEPS * rows)
         self._check_memory()
         self.model = self.source.build(self.config.model.dtype, self.device, self.config.target.kernels)
+        self._referee = Referee(self.config, self.source, self.model, self.stop_ids)
         if self.model.native:
             native.set_threads(torch.get_num_threads())
         started = time.perf_counter()
         if self.config.route.compile:
+            torch.compiler.reset()  # a sweep's ninth variant would meet Dynamo's recompile limit
             self.model.compile_rounds()
             # The first rounds compile, outside the timed region. NaN logits are the run's to report.
             request = Request([0], self.config.sampling, KeyedNoise(0, 0, 0), self.stop_ids)
@@ -118,12 +121,7 @@ class EngineTarget:
         item = torch.empty(0, dtype=getattr(torch, self.config.model.dtype.value)).element_size()
         sequences = self.config.target.max_num_seqs
         needed = sequences * self._capacity * layers * 2 * arch.num_kv_heads * arch.head_dim * item
-        if self.device.type == "cuda":
-            free = torch.cuda.mem_get_info(self.device)[0]
-        else:
-            import psutil
-
-            free = psutil.virtual_memory().available
+        free = free_bytes(self.device)
         if needed > free:
             raise UsageError(
                 f"workload.max_tokens: a KV cache for {self._positions:,} positions needs "
@@ -214,23 +212,15 @@ class EngineTarget:
 
     def score(self, generation: Generation) -> TokenScores | None:
         """Score under the same weights without drafts, in float32 or better."""
-        if not generation.token_ids:
-            return None
-        return reference.score(
-            self._reference(),
-            list(generation.prompt.token_ids),
-            generation.token_ids,
-            self.config.sampling,
-            self.stop_ids,
-        )
+        return self._referee.score(generation)
 
-    def _reference(self) -> HybridModel:
-        """The run's own model where it is float32 or float64 already, else a float32 copy."""
-        if self.config.model.dtype in (ModelDtype.float32, ModelDtype.float64):
-            return self.model
-        if not hasattr(self, "_reference_model"):
-            self._reference_model = self.source.build(ModelDtype.float32, self.device)
-        return self._reference_model
+    def rounding(self, generation: Generation) -> Rounding | None:
+        """See ``engine_reference.Referee.rounding``."""
+        return self._referee.rounding(generation)
+
+    def explain(self, generation: Generation, index: int) -> Explanation | None:
+        """See ``engine_reference.Referee.explain``."""
+        return self._referee.explain(generation, index)
 
 
 @dataclass

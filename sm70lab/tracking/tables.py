@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from sm70lab.schema import Generation, Round, TokenScores
+from sm70lab.schema import BETS, Generation, Round, TokenScores
 from sm70lab.tracking.atomic import write_with
 
 ROUNDS = "rounds.parquet"
@@ -39,7 +39,8 @@ def read_rounds(path: Path) -> dict[str, list[Round]]:
 
 
 def write_audit(path: Path, generations: Sequence[Generation], scores: dict[str, TokenScores]) -> None:
-    """One row a token: which generation, position, token id, and the fields of ``TokenScores``."""
+    """One row a token: which generation, position, token id, and the fields of ``TokenScores``
+    (the bets in a column each)."""
     import numpy as np
 
     scored = [generation for generation in generations if generation.key in scores]
@@ -50,7 +51,10 @@ def write_audit(path: Path, generations: Sequence[Generation], scores: dict[str,
     }
     for f in fields(TokenScores):
         values = np.concatenate([np.asarray(getattr(scores[g.key], f.name)) for g in scored])
-        columns[f.name] = values.astype(object) if values.dtype.kind == "U" else values
+        if f.name == "log_bets":
+            columns |= {f"log_bet.{name}": values[:, i].copy() for i, name in enumerate(BETS)}
+        else:
+            columns[f.name] = values.astype(object) if values.dtype.kind == "U" else values
     _write(path, columns, {"generation": "string", "cut_rule": "string"})
 
 

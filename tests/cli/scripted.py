@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sm70lab import cli, experiment
-from sm70lab.schema import ExperimentConfig, Generation, Prompt, Round, TokenScores
+from sm70lab.schema import BETS, ExperimentConfig, Generation, Prompt, Round, TokenScores
 from sm70lab.targets.base import OnProgress, Progress
 
 VOCABULARY = 64
@@ -86,12 +86,26 @@ class ScriptedTarget:
             rank=ids,
             in_support=np.ones(n, bool),
             cut_gap=np.zeros(n),
+            cut_logit=np.zeros(n),
             cut_rule=np.full(n, ""),
             argmax=np.zeros(n, int),
             top2_margin=np.zeros(n),
             cdf_low=ids / VOCABULARY,
             cdf_high=(ids + 1) / VOCABULARY,
+            collision=np.full(n, 1 / VOCABULARY),
+            collision_variance=np.zeros(n),
+            covariance=np.zeros(n),
+            log_bets=np.zeros((n, len(BETS))),
+            noise_gap=np.full(n, np.nan),
+            noise_winner_logit=np.full(n, np.nan),
+            noise_winner_mass=np.full(n, np.nan),
         )
+
+    def rounding(self, generation: Generation) -> None:
+        return None
+
+    def explain(self, generation: Generation, index: int) -> None:
+        return None
 
 
 if __name__ == "__main__":

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
-from sm70lab.engine import reference
+from sm70lab.engine import reference, scoring
 from sm70lab.engine.kv_cache import KVCache
 from sm70lab.engine.loading import find
+from sm70lab.engine.noise import KeyedNoise
 from sm70lab.engine.sampling import LogitsRules
 from sm70lab.engine.state import StateStore
 from sm70lab.errors import UsageError
-from sm70lab.judge import audit
-from sm70lab.schema import Gate, Generation, ModelDtype, ModelSpec, Prompt, Sampling, Status
+from sm70lab.judge import audit, tolerance
+from sm70lab.schema import (
+    BETS,
+    DraftSampling,
+    Gate,
+    Generation,
+    ModelDtype,
+    ModelSpec,
+    Prompt,
+    Sampling,
+    Status,
+)
 from tests.engine import tiny
 from tests.engine.test_sampling import truncated
 
@@ -87,16 +100,16 @@ def test_drafted_runs_are_clean_and_their_transforms_uniform() -> None:
 def test_which_cut_a_token_violates() -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0, 2.0]] * 2, dtype=torch.float64)
     tokens = torch.tensor([2, 3])
-    by_k = reference._score_rows(logits, tokens, Sampling(temperature=1.0, top_p=1.0, top_k=2))
+    by_k = scoring.score_rows(logits, tokens, Sampling(temperature=1.0, top_p=1.0, top_k=2))
     assert by_k["cut_rule"].tolist() == [1, 1]
     np.testing.assert_allclose(by_k["cut_gap"].numpy(), [1.0, 2.0])
-    by_p = reference._score_rows(logits, tokens, Sampling(temperature=1.0, top_p=0.8, top_k=0))
+    by_p = scoring.score_rows(logits, tokens, Sampling(temperature=1.0, top_p=0.8, top_k=0))
     p = logits[0].softmax(-1)
     assert by_p["cut_rule"].tolist() == [2, 2]
     np.testing.assert_allclose(by_p["cut_gap"].numpy(), [float(p[0] + p[1]) - 0.8, float(p[:3].sum()) - 0.8])
-    greedy = reference._score_rows(logits, tokens, Sampling(temperature=0.0))
+    greedy = scoring.score_rows(logits, tokens, Sampling(temperature=0.0))
     np.testing.assert_allclose(greedy["cut_gap"].numpy(), [2.0, 3.0])
-    banned = reference._score_rows(torch.tensor([[1.0, -torch.inf]]), torch.tensor([1]), OFFICIAL)
+    banned = scoring.score_rows(torch.tensor([[1.0, -torch.inf]]), torch.tensor([1]), OFFICIAL)
     assert banned["cut_rule"].tolist() == [4] and banned["cut_gap"].tolist() == [torch.inf]
 
 
@@ -110,7 +123,7 @@ def test_tokens_that_nobody_would_draw_are_unlikely_not_excused(temperature: flo
     assert np.isfinite(scores.logprob).all()
     prompt = Prompt(0, "random", "", tiny.prompt(9), 200)
     generation = Generation(prompt, 0, 1, ids, "", "length", [], 0.0, 1.0)
-    found = audit.evidence([generation], [scores], Gate(), greedy=False, tolerance=audit.FLOAT32)
+    found = audit.evidence([generation], [scores], Gate(), greedy=False, tolerance=tolerance.FLOAT32)
     assert found.status is Status.bad
     assert found.metrics["z"] < -5
 
@@ -121,3 +134,80 @@ def test_a_reference_that_is_not_finite_judges_nothing() -> None:
         m.norm[0] = torch.nan
     with pytest.raises(UsageError, match="the reference's logits are not finite"):
         reference.score(m, tiny.prompt(9), [1, 2, 3], OFFICIAL, frozenset())
+
+
+def test_bets_are_fair() -> None:
+    """Σ over tokens of p'(token)·r(token)/p'(token) = 1."""
+    logits = torch.randn(5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 2
+    s = Sampling(temperature=0.8, top_p=0.9, top_k=7)
+    total = np.zeros((5, len(BETS)))
+    collision = np.zeros(5)
+    for token in range(12):
+        row = scoring.score_rows(logits, torch.full((5,), token), s)
+        p = row["logprob"].exp().numpy()
+        total += p[:, None] * row["log_bets"].exp().numpy()
+        collision += p**2
+        assert (row["log_bets"][~row["in_support"]] == 0).all()
+    np.testing.assert_allclose(total, 1.0, atol=1e-12)
+    np.testing.assert_allclose(row["collision"].numpy(), collision, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", [DraftSampling.coupled, DraftSampling.token_matching])
+def test_the_reference_draws_the_same_tokens_with_the_same_noise(rule: DraftSampling) -> None:
+    prompt = tiny.prompt(13)
+    route = dataclasses.replace(tiny.route(3), draft_sampling=rule)
+    s = dataclasses.replace(OFFICIAL, temperature=0.9)
+    output = tiny.decode(tiny.decoder(tiny.model(), route, prompt, s), 300)
+    noise = KeyedNoise(0, 0, 0)
+    scores = reference.score(tiny.model(), prompt, output, s, frozenset(), noise)
+    assert (scores.noise_gap == 0).all()
+    assert (scores.noise_winner_logit > 0).all() and (scores.noise_winner_mass > 0).all()
+    other = reference.score(tiny.model(), prompt, output, s, frozenset(), KeyedNoise(1, 0, 0))
+    assert (other.noise_gap > 0).mean() > 0.2
+    assert np.isnan(reference.score(tiny.model(), prompt, output, s, frozenset()).noise_gap).all()
+
+
+def test_rounding_is_that_of_the_element_type() -> None:
+    prompt, output = tiny.prompt(13), tiny.prompt(60)
+    source = find(ModelSpec(name="random", shape=tiny.SHAPE))
+    models = {dtype: source.build(dtype, tiny.CPU) for dtype in (ModelDtype.float32, ModelDtype.float64)}
+    fine = models[ModelDtype.float64]
+    found = reference.rounding(models[ModelDtype.float32], fine, prompt, output, OFFICIAL, frozenset())
+    assert found.rows == 60
+    assert 1e-9 < found.logit_rms <= found.logit < 1e-4
+    assert 0 < found.mass < 1e-4
+    assert found.outside == 0
+    same = reference.rounding(fine, fine, prompt, output, OFFICIAL, frozenset())
+    assert (same.logit, same.mass, same.outside) == (0, 0, 0)
+
+
+def test_a_rounding_that_moves_a_cut_is_seen() -> None:
+    fine = torch.tensor([[3.0, 2.0, 1.0, 0.999]], dtype=torch.float64)
+    coarse = torch.tensor([[3.0, 2.0, 0.99, 1.0]], dtype=torch.float64)
+    found = scoring.rounding_rows(coarse, fine, Sampling(temperature=1.0, top_p=1.0, top_k=3))
+    p = torch.tensor([3.0, 2.0, 1.0]).double().softmax(-1)
+    np.testing.assert_allclose(found["outside"].numpy(), [float(p[2])], atol=1e-3)
+    np.testing.assert_allclose(found["logit"].numpy(), [0.01], atol=1e-12)
+
+
+def test_the_likeliest_tokens_are_the_references() -> None:
+    prompt, output = tiny.prompt(13), tiny.prompt(20)
+    found = reference.likeliest(tiny.model(), prompt, output, OFFICIAL, frozenset(), 3)
+    row = step_logits([*prompt, *output, 0], len(prompt))[len(output)]
+    p = truncated(row, OFFICIAL)
+    best = np.argsort(-row.numpy())[:3]
+    assert [token for token, _ in found] == best.tolist()
+    np.testing.assert_allclose([probability for _, probability in found], p[best], atol=1e-9)
+
+
+def test_which_of_two_near_equal_tokens_is_cut_is_told_by_their_logits() -> None:
+    """The nucleus keeps one of two candidates a rounding error apart; mass alone sees a gap of 0.2."""
+    logits = torch.tensor([[2.0, 1.0, 1.0 - 1e-7, 0.0]], dtype=torch.float64)
+    p = logits.softmax(-1)[0]
+    s = Sampling(temperature=1.0, top_k=0, top_p=float(p[0] + p[1]) - 0.01)
+    row = scoring.score_rows(logits, torch.tensor([2]), s)
+    assert not row["in_support"][0]
+    assert float(row["cut_gap"][0]) == pytest.approx(0.01, abs=1e-6)
+    assert float(row["cut_logit"][0]) == pytest.approx(1e-7, rel=1e-3)
+    swapped = logits[:, [0, 2, 1, 3]] + torch.tensor([0.0, 2e-7, 0.0, 0.0], dtype=torch.float64)
+    assert scoring.rounding_rows(swapped, logits, s)["mass"][0] < 1e-6

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from sm70lab.schema import Gate, Generation, Prompt, Round, TokenScores
+from sm70lab.schema import BETS, Gate, Generation, Prompt, Round, TokenScores
 
 MARKERS = ["rgba(rgba", "UTF-UTF", "propertycorrectly", "255555555", "0" * 20, "5" * 20, "\ufffd"]
 
@@ -86,6 +86,10 @@ def score(logits: np.ndarray, tokens: np.ndarray, top_k: int, top_p: float) -> T
     rule = np.where(inside, "", np.where(beyond_k, "top_k", "top_p"))
     full = logits - sorted_logits[:, :1]
     full -= np.log(np.exp(full).sum(1, keepdims=True))
+    collision = (p**2).sum(1)
+    own = np.where(inside, p[rows, tokens], collision)  # those outside count for nothing
+    unknown = np.full(len(tokens), np.nan)
+    last = np.where(p > 0, logits, np.inf).min(1)
     return TokenScores(
         logprob=logprob,
         raw_logprob=full[rows, tokens],
@@ -94,12 +98,33 @@ def score(logits: np.ndarray, tokens: np.ndarray, top_k: int, top_p: float) -> T
         rank=rank,
         in_support=inside,
         cut_gap=np.where(inside, 0.0, gap),
+        cut_logit=np.where(inside, 0.0, last - logits[rows, tokens]),
         cut_rule=rule,
         argmax=order[:, 0],
         top2_margin=sorted_logits[:, 0] - sorted_logits[:, 1],
         cdf_low=cumulative[rows, rank] - ranked[rows, rank],
         cdf_high=cumulative[rows, rank],
+        collision=collision,
+        collision_variance=np.maximum((p**3).sum(1) - collision**2, 0.0),
+        covariance=(p**2 * log_p).sum(1) + entropy * collision,
+        log_bets=np.where(inside[:, None], log_bets(p, own), 0.0),
+        noise_gap=unknown,
+        noise_winner_logit=unknown,
+        noise_winner_mass=unknown,
     )
+
+
+def log_bets(p: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """log r/p' of each bet for tokens of probability ``own`` (n) under p' (n, vocabulary)."""
+    bets = []
+    for name, value in BETS.items():
+        if name.startswith("temperature"):
+            bets.append(np.log(own ** (1 / value) / (p ** (1 / value)).sum(1) / own))
+        elif name.startswith("noise"):
+            bets.append(np.log(1 + value * ((p**2).sum(1) - own)))
+        else:
+            bets.append(np.log((1 - value) + value / (p > 0).sum(1) / own))
+    return np.stack(bets, axis=1)
 
 
 def draw_run(

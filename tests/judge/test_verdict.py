@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sm70lab.judge import audit
+from sm70lab.judge import tolerance
 from sm70lab.judge.verdict import RouteFacts, judge
 from sm70lab.schema import Gate, Generation, Round, Status, TokenScores, VerdictKind
 
-FACTS = RouteFacts(draft_tokens=4, temperature=1.0, tolerance=audit.FLOAT32)
+FACTS = RouteFacts(draft_tokens=4, temperature=1.0, tolerance=tolerance.FLOAT32)
 GOOD_TEXT = " ".join(f"{i * 7919 % 9973:x}" for i in range(200))
 LOOP_TEXT = "color: red;\n" * 200
 INCONCLUSIVE = VerdictKind.inconclusive
@@ -132,7 +132,7 @@ def test_rounds_that_do_not_add_up_void_the_speed_only(case: Any, gate: Gate) ->
 def test_greedy_runs_use_the_argmax(draw: Any, gate: Gate) -> None:
     generation, scores = draw(5, 300)
     generation.text, generation.token_ids = GOOD_TEXT, scores.argmax.tolist()
-    facts = RouteFacts(0, 0.0, audit.FLOAT32)
+    facts = RouteFacts(0, 0.0, tolerance.FLOAT32)
     assert judge([generation], [scores], gate, facts).kind is VerdictKind.passed
     generation.token_ids[9] += 1
     scores.rank[9], scores.top2_margin[9] = 1, 1.0

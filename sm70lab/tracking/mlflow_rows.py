@@ -16,6 +16,7 @@ from typing import Any
 from sm70lab.judge.acceptance import Pooled, pool
 from sm70lab.schema import Round
 
+TABLE = "generations.json"  # the table of outputs, in the form that MLflow's pages show
 PARAM_CHARS, TAG_CHARS, KEY_CHARS = 6000, 8000, 250
 NOT_ALLOWED = re.compile(r"[^\w\-./ ]")  # MLflow refuses % = [ ] , and more in names
 
@@ -92,6 +93,20 @@ def series(rounds: dict[str, list[Round]], window_tokens: int) -> Iterator[Point
     if len(rounds) > 1:
         for key, group in rounds.items():
             yield from _windows(f"window.{key}", group, window_tokens)
+
+
+def generation_table(result: dict[str, Any], texts: dict[str, str], rounds: dict[str, list[Round]]) -> str:
+    """One row an output, with its text, as MLflow's table JSON (pandas' ``split`` form)."""
+    recorded = ("tokens", "finish_reason", "failure", "prompt", "repeat", "seed")
+    measured = ("acceptance_length", "tokens_per_second", "rounds_per_second")
+    rows = []
+    for g in result["generations"]:
+        pooled = pool(rounds.get(g["key"], []))
+        numbers = [value if math.isfinite(value := getattr(pooled, name)) else None for name in measured]
+        row = [g["key"], g.get("passed"), texts.get(g["key"]), *(g.get(name) for name in recorded)]
+        rows.append([*row, *numbers])
+    columns = ["generation", "passed", "text", *recorded, *measured]
+    return json.dumps({"columns": columns, "data": rows}, ensure_ascii=False)
 
 
 def milliseconds(timestamp: str) -> int:

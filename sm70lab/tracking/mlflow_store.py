@@ -24,7 +24,7 @@ from sm70lab.addresses import split_address, without_password
 from sm70lab.errors import UsageError
 from sm70lab.raw_text import load_yaml
 from sm70lab.schema import Tracking
-from sm70lab.tracking import mlflow_rows, tables
+from sm70lab.tracking import mlflow_rows, mlflow_sweep, tables
 from sm70lab.tracking.run_folder import (
     CONFIG,
     ENVIRONMENT,
@@ -151,7 +151,12 @@ def _send_with(client: Any, folder: RunFolder, tracking: Tracking) -> None:
     name = f"{config['name']}/{folder.path.name}"
     tags = mlflow_rows.tags(result, environment, name, _read_text(folder.path / SUMMARY))
     tags["mlflow.user"] = getpass.getuser()
+    tags["mlflow.loggedArtifacts"] = json.dumps([{"path": mlflow_rows.TABLE, "type": "table"}])
     experiment = _experiment_id(client, str(config["name"]), tracking)
+    when = mlflow_rows.milliseconds(result["finished"])  # the run's own time: sent twice, it is one value
+    parent = _parent(client, experiment, config, environment, result, when)
+    if parent is not None:
+        tags[mlflow_sweep.PARENT_TAG] = parent
     run_id = _run_id(client, experiment, tags, result, folder.path.name)
 
     for some in _chunks(list(tags.items()), TAGS_A_CALL):
@@ -160,7 +165,6 @@ def _send_with(client: Any, folder: RunFolder, tracking: Tracking) -> None:
         client.log_batch(run_id, params=[Param(*param) for param in some])
     rounds = tables.read_rounds(folder.path / tables.ROUNDS)
     points = [*mlflow_rows.metrics(result), *mlflow_rows.series(rounds, config["gate"]["window_tokens"])]
-    when = mlflow_rows.milliseconds(result["finished"])  # the run's own time: sent twice, it is one value
     for some_points in _chunks(points, METRICS_A_CALL):
         client.log_batch(run_id, metrics=[Metric(p.key, p.value, when, p.step) for p in some_points])
     for artifact in ARTIFACTS:
@@ -169,7 +173,28 @@ def _send_with(client: Any, folder: RunFolder, tracking: Tracking) -> None:
     for artifacts in (GENERATIONS, FIGURES):
         if any((folder.path / artifacts).iterdir()):
             client.log_artifacts(run_id, str(folder.path / artifacts), artifacts)
+    table = mlflow_rows.generation_table(result, folder.texts(), rounds)
+    client.log_text(run_id, table, mlflow_rows.TABLE)  # MLflow's own log_table would append when sent twice
     client.set_terminated(run_id, STATUS[result["status"]], when)
+    if parent is not None:
+        mlflow_sweep.tell_parent(client, experiment, parent)
+
+
+def _parent(
+    client: Any,
+    experiment: str,
+    config: dict[str, Any],
+    environment: dict[str, Any],
+    result: dict[str, Any],
+    when: int,
+) -> str | None:
+    """The parent run of the sweep that this run belongs to, if it does."""
+    sweep = config["tracking"].get("sweep")  # not in records of earlier versions
+    if sweep is None:
+        return None
+    start = mlflow_rows.milliseconds(result["started"])
+    command = environment.get("command") or []
+    return mlflow_sweep.parent_run(client, experiment, config["name"], sweep, start, when, command)
 
 
 def _experiment_id(client: Any, name: str, tracking: Tracking) -> str:

@@ -183,3 +183,52 @@ def test_an_absent_server_then_sync_twice(lab: Lab, server: Server) -> None:
     assert len(runs_of(store)) == 2
     assert not list(lab.folder.glob("mlruns*"))
     assert "nothing is pending" in lab.run("sync", *absent).stdout
+
+
+def test_a_killed_sweep_started_again_goes_on_under_its_parent(lab: Lab) -> None:
+    sweep = ("-m", "experiment=tiny", "name=t", "workload.max_tokens=600", "seed=1,2,3", "display=json")
+    slow = (*sweep, "+model.shape.delay_ms=10")
+    first = lab.start(*slow)
+    lab.wait_for("DONE")
+    lab.wait_for("RUNNING")
+    first.kill()
+    first.communicate(timeout=60)
+    done = lab.run(*slow)
+    assert done.returncode == 0, done.stderr
+    outcomes = json.loads(done.stdout)["runs"]
+    assert [o["skipped"] for o in outcomes] == [True, False, False]  # only what was missing
+    assert not any("tracking.sweep" in override for o in outcomes for override in o["overrides"])
+    runs = runs_of(client(sqlite(lab)))
+    (parent,) = (run for run in runs if run.info.run_name == "t")
+    children = [run for run in runs if run.info.run_name != "t"]
+    assert {child.data.tags["mlflow.parentRunId"] for child in children} == {parent.info.run_id}
+    assert sorted(child.info.status for child in children) == ["FINISHED"] * 3 + ["KILLED"]
+    assert parent.info.status == "FINISHED"
+    assert parent.info.end_time >= max(child.info.end_time for child in children)
+    assert parent.data.tags["verdicts"] == "1 interrupted, 3 pass"
+    assert "-m" in parent.data.tags["command"].split() or "--multirun" in parent.data.tags["command"]
+    assert "speed.tokens_per_second" not in parent.data.metrics
+
+
+def test_four_sweeps_at_once_and_a_late_run_share_one_parent(lab: Lab) -> None:
+    shared = (*FAST, "tracking.sweep=shared")
+    together = [lab.start("-m", *shared, f"seed={seed},{seed + 10}") for seed in range(4)]
+    ends = [process.communicate(timeout=300)[1] for process in together]
+    assert [process.returncode for process in together] == [0] * 4, ends
+    absent = f"tracking.uri=http://127.0.0.1:{free_port()}"
+    assert lab.run(*shared, "seed=99", absent, "tracking.timeout_s=1").returncode == 0
+    assert lab.run("sync").returncode == 0
+    (late,) = (f for f in lab.folders() if "-s99-" in f.name)
+    (late / "MLFLOW_PENDING").write_text("{}")  # as if the answer had been lost
+    assert lab.run("sync").returncode == 0
+    store = client(sqlite(lab))
+    runs = runs_of(store)
+    (parent,) = (run for run in runs if run.info.run_name == "t")
+    assert len(runs) == 10
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    assert parent.data.tags["runs"] == "9"
+    (child,) = (run for run in runs if run.info.run_name == late.name)
+    assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
+    table = json.loads(Path(store.download_artifacts(child.info.run_id, "generations.json")).read_text())
+    assert [row[0] for row in table["data"]] == ["page-r0", "style-r0"]  # sent twice, one table
+    assert table["data"][0][2] == (late / "generations" / "page-r0.txt").read_text()

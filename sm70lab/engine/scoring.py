@@ -35,11 +35,12 @@ class Truncated:
 
 
 def truncate(logits: torch.Tensor, sampling: Sampling) -> Truncated:
-    """p' of R rows of float64 logits [R, V]."""
+    """p' of R rows of logits [R, V], in float64 from the candidates on."""
     vocabulary = logits.shape[-1]
     greedy = sampling.temperature == 0
     width = 1 if greedy else sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary
     values, ids = logits.topk(min(width + 1, vocabulary), dim=-1)
+    values = values.double()
     beyond = values[:, width] if width < vocabulary else values.new_full((len(values),), -torch.inf)
     values, ids = values[:, :width], ids[:, :width]
     log_p = (values / (sampling.temperature or 1.0)).log_softmax(-1)
@@ -67,9 +68,9 @@ def score_rows(
     """
     greedy, temperature = sampling.temperature == 0, sampling.temperature or 1.0
     norm = (logits / temperature).logsumexp(-1).double()
-    logits = logits.double()
     t = truncate(logits, sampling)
-    chosen = logits.gather(-1, tokens[:, None])[:, 0]
+    own = logits.gather(-1, tokens[:, None])
+    chosen = own[:, 0].double()
     p = t.log_kept.exp()
     finite = t.log_kept.masked_fill(~t.keep, 0.0)
     entropy = -(p * finite).sum(-1)
@@ -91,7 +92,7 @@ def score_rows(
         "raw_logprob": chosen / temperature - norm,
         "entropy": entropy,
         "variance": ((p * finite**2).sum(-1) - entropy**2).clamp_min(0),
-        "rank": (logits > chosen[:, None]).sum(-1),
+        "rank": (logits > own).sum(-1),
         "in_support": inside,
         "cut_gap": torch.where(inside, 0.0, gap),
         "cut_logit": torch.where(inside, 0.0, _last_kept(t) - chosen),

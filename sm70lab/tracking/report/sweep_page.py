@@ -190,8 +190,8 @@ def _pictures(variants: list[Variant], honest: list[Record]) -> list[pictures.Pi
     found = []
     curves = [curve for record in honest if (curve := record.detail("audit", "curve"))]
     if curves:
-        found = (record.detail("audit", "limit_log10_e") for record in honest)
-        limits = {limit for limit in found if limit is not None}
+        decisive = (record.detail("audit", "limit_log10_e") for record in honest)
+        limits = {limit for limit in decisive if limit is not None}
         found.append(pictures.evidence_picture(curves, max(limits, default=None)))
     panels = {}
     for variant in variants:

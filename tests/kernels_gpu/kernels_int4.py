@@ -1,0 +1,123 @@
+"""Products with 4-bit weights against plain PyTorch: on a GPU, or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sm70lab.kernels.gpu import int4, linear
+from sm70lab.kernels.gpu.capability import has_dependent_launch
+from sm70lab.kernels.gpu.int4 import AWQ_ORDER, GROUP, Int4Weight, Tile
+from tests.engine.assertions import assert_close
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+WAIT = has_dependent_launch(DEVICE)
+TILES = {"fma": Tile(False, 4, 1, lanes=4), "dot": Tile(True, 32, 2, 3)}
+EPILOGUES = (linear.PLAIN, linear.RESIDUAL, linear.SWIGLU)
+
+
+class Checkpoint:
+    """A matrix [N, K] as AWQ stores it, made value by value from its definition."""
+
+    def __init__(self, n: int, k: int) -> None:
+        g = torch.Generator().manual_seed(n + k)
+        self.q = torch.randint(0, 16, (n, k), generator=g)
+        self.z = torch.randint(0, 16, (n, k // GROUP), generator=g)
+        self.s = (torch.rand(n, k // GROUP, generator=g) * 0.02 + 0.001).half()
+
+    def words(self, values: torch.Tensor) -> torch.Tensor:
+        """[R, N] → int32 [R, N/8] in AWQ's order of outputs."""
+        rows, n = values.shape
+        out = torch.zeros(rows, n // 8, dtype=torch.int64)
+        for nibble, output in enumerate(AWQ_ORDER):
+            out |= values[:, output::8] << (4 * nibble)
+        return torch.where(out >= 2**31, out - 2**32, out).int()
+
+    def weight(self) -> Int4Weight:
+        parts = (self.words(self.q.t()), self.words(self.z.t()), self.s.t().contiguous())
+        return int4.from_awq(*(part.to(DEVICE) for part in parts))
+
+    def matrix(self) -> torch.Tensor:
+        zeros, scales = (x.repeat_interleave(GROUP, 1) for x in (self.z, self.s))
+        return ((self.q - zeros).float() * scales.float()).to(DEVICE)
+
+
+class Case:
+    """Nine rows of ``k`` values and a 4-bit weight for ``n`` outputs."""
+
+    def __init__(self, n: int, k: int, epilogue: int = linear.PLAIN) -> None:
+        self.epilogue, self.n = epilogue, n
+        g = torch.Generator().manual_seed(n + k)
+        self.checkpoint = Checkpoint(2 * n if epilogue == linear.SWIGLU else n, k)
+        self.weight = self.checkpoint.weight()
+        self.x = torch.randn(9, k, generator=g).half().to(DEVICE)
+        self.residual = torch.randn(9, n, generator=g).half().to(DEVICE)
+
+    def run(self, tile: Tile, rows: int) -> torch.Tensor:
+        out = torch.empty(rows, self.n, device=DEVICE)
+        residual = self.residual[:rows] if self.epilogue == linear.RESIDUAL else None
+        int4.launch(self.x[:rows], self.weight, out, residual, self.epilogue, tile, WAIT)
+        return out
+
+    def reference(self, rows: int) -> torch.Tensor:
+        y = F.linear(self.x[:rows].float(), self.checkpoint.matrix())
+        if self.epilogue == linear.SWIGLU:
+            gate, up = y.chunk(2, dim=-1)
+            return F.silu(gate) * up
+        return y + self.residual[:rows].float() if self.epilogue == linear.RESIDUAL else y
+
+
+def test_a_checkpoint_is_read_value_by_value() -> None:
+    checkpoint = Checkpoint(16, 256)
+    weight = checkpoint.weight()
+    assert torch.equal(int4.dequantised(weight), checkpoint.matrix())
+    assert torch.equal(int4.packed(int4.unpacked(weight.words)), weight.words)
+    assert_close(
+        int4.linear_reference(*_first(weight)), _first(weight)[0].float() @ checkpoint.matrix().t(), 1e-6
+    )
+    with pytest.raises(ValueError, match="groups of 128"):
+        int4.from_awq(torch.zeros(64, 2).int(), torch.zeros(1, 2).int(), torch.zeros(1, 16))
+
+
+def _first(weight: Int4Weight) -> tuple[torch.Tensor, Int4Weight]:
+    return torch.ones(1, 8 * weight.words.shape[1], device=DEVICE).half(), weight
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("rows", [1, 5, 9])
+def test_a_product_is_the_reference(rows: int, tile: Tile) -> None:
+    case = Case(8, 384)
+    assert_close(case.run(tile, rows), case.reference(rows), 2e-5)
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_epilogues_and_a_row_alone(epilogue: int, tile: Tile) -> None:
+    case = Case(8 if INTERPRETED else 1024, 128 if INTERPRETED else 2048, epilogue)
+    whole = case.run(tile, 9)
+    assert_close(whole, case.reference(9), 2e-5)
+    for rows in (1, 4) if INTERPRETED else range(1, 9):
+        assert torch.equal(case.run(tile, rows), whole[:rows])
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+def test_parts_of_k_add_up_to_the_product(tile: Tile) -> None:
+    case = Case(8, 512)
+    out = torch.empty(2, 3, 8, device=DEVICE)
+    int4.launch(case.x[:3], case.weight, out, None, linear.PLAIN, replace(tile, split=2), WAIT)
+    assert_close(out.sum(0), case.reference(3), 2e-5)
+
+
+def test_the_chosen_tiles_compute_the_products() -> None:
+    for n, k in [(8, 128)] if INTERPRETED else [(1024, 512), (4096, 4096)]:
+        case, pair = Case(n, k), Case(n, k, linear.SWIGLU)
+        x = case.x[:2]
+        assert_close(int4.linear(x, case.weight, x.new_empty(2, n)), case.reference(2), 1e-3)
+        parts = torch.empty(int4.parts_of(n, k, DEVICE), 2, n, device=DEVICE)
+        assert_close(int4.linear_parts(x, case.weight, parts).sum(0), case.reference(2), 2e-5)
+        assert_close(int4.swiglu(pair.x[:2], pair.weight, x.new_empty(2, n)), pair.reference(2), 1e-3)

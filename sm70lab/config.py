@@ -17,13 +17,14 @@ from typing import Any, get_type_hints
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sm70lab.config_checks import complaints
 from sm70lab.engine.routes import resolve
 from sm70lab.errors import UsageError
-from sm70lab.raw_text import raw_override, register_source
+from sm70lab.raw_text import escape_texts, raw_override, register_source
 from sm70lab.schema import ExperimentConfig
 
 VERSION_BASE = "1.3"
@@ -52,11 +53,15 @@ def compose(overrides: Sequence[str] = ()) -> ExperimentConfig:
     Raises ``UsageError`` for anything the user can mend.
     """
     register_schema()
+    outer = GlobalHydra.instance().hydra  # of the job within which this composes, if there is one
+    GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
             node = hydra_compose("config", [raw_override(override) for override in overrides])
     except Exception as error:  # Hydra and its parsers raise many types; each is the user's input
         raise explain(error) from error
+    finally:
+        GlobalHydra.instance().hydra = outer
     return to_config(node)
 
 
@@ -101,6 +106,21 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list) else value
+
+
+def from_plain(values: dict[str, Any]) -> ExperimentConfig:
+    """The inverse of ``plain``: a recorded configuration, checked. Settings it lacks get their default.
+
+    Raises ``UsageError`` for settings that this version does not know or cannot use.
+    """
+    try:
+        base = OmegaConf.structured(ExperimentConfig)
+        OmegaConf.set_struct(base.sampling.logit_bias, False)
+        node = OmegaConf.merge(base, OmegaConf.create(escape_texts(values)))
+    except (OmegaConfBaseException, ValueError) as error:
+        raise explain(error) from error
+    assert isinstance(node, DictConfig)
+    return to_config(node)
 
 
 def explain(error: BaseException) -> UsageError:

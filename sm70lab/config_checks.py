@@ -10,13 +10,18 @@ from typing import Any
 
 from sm70lab import addresses
 from sm70lab.schema import (
+    AUTO_REPEATS,
     ExperimentConfig,
+    Gate,
     GraphMode,
     KernelSet,
     ModelDtype,
     ModelSpec,
     PromptSpec,
     Sampling,
+    ShapeGate,
+    Sprt,
+    StrictGate,
     Tracking,
 )
 
@@ -25,6 +30,8 @@ MAX_NUM_SEQS = 256
 MAX_SEED = 2**63 - 1
 CONTRACTS = ("html",)
 TARGETS = ("engine",)
+FORK_TARGET = "vllm"  # of presets whose variation exists in the vLLM fork alone
+NEEDS_FORK = "needs a vLLM server of the fork (needs: vllm); published results: sm70lab ledger --matrix"
 RANDOM_MODELS = ("random", "tiny")  # drawn from model.shape; every other model has a folder
 GATE_COUNTS = (
     "min_tokens",
@@ -36,6 +43,17 @@ GATE_COUNTS = (
     "repeat100",
     "max_same_line_run",
 )
+STRICT_LEAST = {  # below these sound text of any kind would fail
+    "loop_tokens": 40,
+    "ended_loop_tokens": 40,
+    "counter_periods": 3,
+    "stale_tokens": 40,
+    "blanks": 1,
+    "replacements": 0,
+    "salad_letters": 10,
+    "thinking_tokens": 0,
+    "echo_characters": 10,
+}
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # names that become file and folder names
 NO_SQLITE = re.compile(r"\?|%[0-9A-Fa-f]{2}")  # SQLAlchemy's versions differ in what they decode
@@ -54,6 +72,8 @@ def complaints(config: ExperimentConfig) -> Iterator[tuple[str, Any, str]]:
         yield "route.draft_tokens", route.draft_tokens, f"must be 0 to {MAX_DRAFT_TOKENS}"
     if route.state.block_size < 1:
         yield "route.state.block_size", route.state.block_size, "must be at least 1 token"
+    if target.name == FORK_TARGET:
+        yield "target.name", target.name, NEEDS_FORK
     if target.name not in TARGETS:
         yield "target.name", target.name, f"must be one of {', '.join(TARGETS)}"
     if not DEVICE.fullmatch(target.device):
@@ -62,20 +82,51 @@ def complaints(config: ExperimentConfig) -> Iterator[tuple[str, Any, str]]:
         yield "target.threads", target.threads, "must be at least 1, or null for torch's own choice"
     if not 0 <= config.seed <= MAX_SEED:
         yield "seed", config.seed, f"must be 0 to {MAX_SEED}"
-    if config.repeats < 1:
-        yield "repeats", config.repeats, "must be at least 1"
+    yield from _repeat_complaints(config)
     yield from _route_complaints(config)
     yield from _model_complaints(config.model)
     yield from _workload_complaints(config)
     yield from _sampling_complaints(config.sampling)
+    yield from _gate_complaints(gate)
+    yield from _tracking_complaints(config.tracking)
+
+
+def _repeat_complaints(config: ExperimentConfig) -> Iterator[tuple[str, Any, str]]:
+    repeats, sprt = config.repeats, config.sprt
+    if repeats != AUTO_REPEATS and (isinstance(repeats, str) or repeats < 1):
+        yield "repeats", repeats, "must be at least 1, or auto"
+    if config.first_repeat < 0:
+        yield "first_repeat", config.first_repeat, "must be 0 or more"
+    for key in ("p0", "p1", "alpha", "beta"):
+        if not 0 < getattr(sprt, key) < 1:
+            yield f"sprt.{key}", getattr(sprt, key), "must be between 0 and 1, both excluded"
+    if sprt.p1 >= sprt.p0:
+        yield "sprt.p1", sprt.p1, f"must be below sprt.p0={sprt.p0}"
+    if sprt.alpha + sprt.beta >= 1:
+        yield "sprt.beta", sprt.beta, f"must sum to less than 1 with sprt.alpha={sprt.alpha}"
+    if sprt.max_repeats < 1:
+        yield "sprt.max_repeats", sprt.max_repeats, "must be at least 1"
+    if repeats != AUTO_REPEATS and sprt != Sprt():
+        yield "repeats", repeats, "the settings sprt.… are those of repeats=auto; set that, or leave them"
+
+
+def _gate_complaints(gate: Gate) -> Iterator[tuple[str, Any, str]]:
     for key in GATE_COUNTS:
-        if getattr(gate, key) < 0:
-            yield f"gate.{key}", getattr(gate, key), "must be 0 or more"
+        value = getattr(gate, key)
+        if value < 0:
+            yield f"gate.{key}", value, "must be 0 or more"
+        elif gate.shape is ShapeGate.strict and key != "min_tokens" and value != getattr(Gate, key):
+            yield f"gate.{key}", value, "decides nothing with gate.shape=strict; set gate=fixed_quality"
+    for key, least in STRICT_LEAST.items():
+        value = getattr(gate.strict, key)
+        if value < least:
+            yield f"gate.strict.{key}", value, f"must be {least} or more"
+        elif gate.shape is not ShapeGate.strict and value != getattr(StrictGate, key):
+            yield f"gate.strict.{key}", value, "decides nothing without gate.shape=strict; set gate=strict"
     if not 0 < gate.audit_alpha < 1:
         yield "gate.audit_alpha", gate.audit_alpha, "must be between 0 and 1, both excluded"
     if gate.window_tokens < 1:
         yield "gate.window_tokens", gate.window_tokens, "must be at least 1 token"
-    yield from _tracking_complaints(config.tracking)
 
 
 def _route_complaints(config: ExperimentConfig) -> Iterator[tuple[str, Any, str]]:
@@ -185,6 +236,8 @@ def _is_id(key: int) -> bool:
 def _tracking_complaints(tracking: Tracking) -> Iterator[tuple[str, Any, str]]:
     if not 0 < tracking.timeout_s < float("inf"):
         yield "tracking.timeout_s", tracking.timeout_s, "must be above 0 seconds"
+    if tracking.sweep is not None and not FILE_NAME.fullmatch(tracking.sweep):
+        yield "tracking.sweep", tracking.sweep, "must be letters, digits, dots, dashes and underscores"
     if tracking.uri is None:
         if tracking.mlflow and NO_SQLITE.search(tracking.runs_dir):
             must = "an sqlite address takes no ? or %20; choose another folder or set tracking.uri"

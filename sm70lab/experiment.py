@@ -6,16 +6,17 @@ import importlib
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sm70lab.addresses import without_password
 from sm70lab.errors import UsageError
-from sm70lab.schema import ExperimentConfig, Generation, Prompt, TokenScores, Verdict
+from sm70lab.schema import AUTO_REPEATS, ExperimentConfig, Generation, Prompt, TokenScores, Verdict
 from sm70lab.stop_signals import Interrupted, StopSignals
 from sm70lab.targets.base import Progress, Target
+from sm70lab.tracking import ledger
 from sm70lab.tracking import result as results
 from sm70lab.tracking.fingerprint import fingerprint, model_hash
 from sm70lab.tracking.marker import Heartbeat, foreign
@@ -26,6 +27,10 @@ from sm70lab.tracking.run_folder import (
     finished_run,
     same_runs,
 )
+
+if TYPE_CHECKING:  # the judge brings scipy, which a mistake in usage need not wait for
+    from sm70lab.judge.outcomes import GenerationOutcome, SequentialRepeats
+    from sm70lab.judge.verdict import RouteFacts
 
 TARGETS = {"engine": ("sm70lab.targets.engine", "EngineTarget")}
 
@@ -58,6 +63,7 @@ class Outcome:
     exit_code: int
     skipped: bool = False  # this fingerprint was finished before; the record is the earlier one
     pending: str | None = None  # why MLflow has yet to get the record
+    ledger: str | None = None  # of a skipped run: its variant's line in the ledger
 
 
 @dataclass
@@ -73,6 +79,10 @@ class _Run:
     loaded: dict[str, str | int | float] = field(default_factory=dict)
     generations: list[Generation] = field(default_factory=list)
     scores: dict[str, TokenScores] = field(default_factory=dict)
+    facts: RouteFacts | None = None
+    outcomes: dict[str, GenerationOutcome] = field(default_factory=dict)
+    sequential: SequentialRepeats | None = None  # of repeats=auto
+    audited: int = 0  # generations put to the reference
 
     def result(self, verdict: Verdict | None, interrupted: str | None = None) -> dict[str, Any]:
         return results.build(
@@ -106,10 +116,13 @@ def _run_experiment(
     if earlier is not None and not config.force:
         recorded = earlier.result()
         assert recorded is not None
-        return Outcome(recorded, earlier.path, results.exit_code(recorded), skipped=True)
+        code, row = results.exit_code(recorded), ledger.row_line(config, weights)
+        return Outcome(recorded, earlier.path, code, skipped=True, ledger=row)
+    if not config.force and (rejected := ledger.rejection(config, weights)) is not None:
+        raise UsageError(f"{rejected.line}: run it all the same with force=true")
     _refuse_twin(config, mark)
     _close_dead(config, observer)
-    run = _Run(config, mark, weights, RunFolder.claim(config, mark), observer)
+    run = _Run(config, mark, weights, RunFolder.claim(config, mark, weights), observer)
     with Heartbeat(run.folder.running):
         return _run_claimed(run, earlier, build, stop)
 
@@ -156,33 +169,92 @@ def _generate_and_judge(run: _Run, target: Target) -> Verdict:
     target.load()
     run.loaded = {"model_hash": run.model_hash, **target.describe()}
     prompts = target.prompts()
-    observer.plan(prompts, config.repeats)
-    for repeat in range(config.repeats):
+    repeats = config.sprt.max_repeats if isinstance(config.repeats, str) else config.repeats
+    observer.plan(prompts, repeats)
+    for repeat in range(config.first_repeat, config.first_repeat + repeats):
         for generation in target.generate(prompts, repeat, observer.progress):
             run.generations.append(generation)
             run.folder.save_generation(generation)
             observer.generated(generation)
-    if config.audit:
-        for number, generation in enumerate(run.generations, 1):
-            observer.stage(f"auditing {generation.key} ({number} of {len(run.generations)})")
-            if (scores := target.score(generation)) is not None:
-                run.scores[generation.key] = scores
+        if config.repeats == AUTO_REPEATS and _decided(run, target):
+            break
+    _audit(run, target)
     observer.stage("judging")
-    return _judge(run)
+    return _judge(run, target)
 
 
-def _judge(run: _Run) -> Verdict:
-    from sm70lab.judge.audit import tolerance_for
-    from sm70lab.judge.verdict import RouteFacts, judge
+def _audit(run: _Run, target: Target) -> None:
+    """Score what has not been scored yet."""
+    if not run.config.audit:
+        return
+    for generation in run.generations[run.audited :]:
+        run.audited += 1
+        run.observer.stage(f"auditing {generation.key} ({run.audited} of {len(run.generations)})")
+        if (scores := target.score(generation)) is not None:
+            run.scores[generation.key] = scores
 
-    config = run.config
-    facts = RouteFacts(
-        draft_tokens=config.route.draft_tokens,
-        temperature=config.sampling.temperature,
-        tolerance=tolerance_for(config.model.dtype),
-    )
+
+def _decided(run: _Run, target: Target) -> bool:
+    """Judge the repeat that has just ended and put it to the sequential test."""
+    from sm70lab.judge.outcomes import SequentialRepeats
+    from sm70lab.judge.statistics import Decision
+
+    if run.sequential is None:
+        run.sequential = SequentialRepeats(run.config.sprt)
+    _audit(run, target)
+    decision = run.sequential.add(_outcomes(run, target))
+    run.observer.note(run.sequential.line)
+    return decision is not Decision.undecided
+
+
+def _outcomes(run: _Run, target: Target) -> list[GenerationOutcome]:
+    """Judge each generation that has not been judged by itself yet."""
+    from sm70lab.judge.outcomes import generation_outcome
+
+    facts, fresh = _facts(run, target), []
+    for generation in run.generations[len(run.outcomes) :]:
+        scores = run.scores.get(generation.key)
+        outcome = generation_outcome(generation, scores, run.config.gate, facts)
+        run.outcomes[generation.key] = outcome
+        fresh.append(outcome)
+    return fresh
+
+
+def _judge(run: _Run, target: Target) -> Verdict:
+    from sm70lab.judge.verdict import judge
+
     scores = [run.scores.get(generation.key) for generation in run.generations]
-    return judge(run.generations, scores, config.gate, facts)
+    verdict = judge(run.generations, scores, run.config.gate, _facts(run, target))
+    _outcomes(run, target)
+    for evidence in verdict.evidence:
+        if (first := evidence.details.get("first_bad")) is not None:
+            _explain(first, run, target)
+    return verdict
+
+
+def _facts(run: _Run, target: Target) -> RouteFacts:
+    """What the judge must know of the run; the reference's rounding is measured once."""
+    from sm70lab.judge.tolerance import tolerance_for
+    from sm70lab.judge.verdict import RouteFacts
+
+    if run.facts is None:
+        config = run.config
+        scored = next((g for g in run.generations if g.key in run.scores), None)
+        run.facts = RouteFacts(
+            draft_tokens=config.route.draft_tokens,
+            temperature=config.sampling.temperature,
+            tolerance=tolerance_for(config.model.dtype, target.rounding(scored) if scored else None),
+        )
+    return run.facts
+
+
+def _explain(first_bad: dict[str, Any], run: _Run, target: Target) -> None:
+    """Put the text around the first bad token, and what the reference would have said, beside it."""
+    generation = next(g for g in run.generations if g.key == first_bad["generation"])
+    if (found := target.explain(generation, first_bad["index"])) is not None:
+        explained = asdict(found)
+        first_bad["alternatives"] = explained.pop("alternatives")
+        first_bad["context"] = explained
 
 
 def _record(run: _Run, verdict: Verdict, earlier: RunFolder | None) -> dict[str, Any]:
@@ -190,8 +262,13 @@ def _record(run: _Run, verdict: Verdict, earlier: RunFolder | None) -> dict[str,
 
     run.observer.stage("recording")
     run.folder.save_tables(run.generations, run.scores)
-    write_figures(run.folder.path / FIGURES, run.generations, verdict, run.scores)
+    write_figures(run.folder.path / FIGURES, verdict)
     result = run.result(verdict)
+    for generation in result["generations"]:
+        outcome = run.outcomes[generation["key"]]
+        generation |= {"passed": outcome.passed, "failure": outcome.line}
+    if run.sequential is not None:
+        result["sequential"] = run.sequential.record()
     if earlier is not None:
         result["reproduces"] = _reproduces(run, earlier)
     run.folder.save_result(result, results.summary(result))

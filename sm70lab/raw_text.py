@@ -74,7 +74,7 @@ class TextSource(FileConfigSource):
             return super().load_config(config_path)
         with path.open(encoding="utf-8") as file:
             header = ConfigSource._get_header_dict(file.read(512))
-        config = OmegaConf.create(_escape_texts(value))
+        config = OmegaConf.create(escape_texts(value))
         return ConfigResult(self.provider, f"{self.scheme()}://{self.path}", config, header)
 
 
@@ -82,9 +82,10 @@ def _holds_text(override: str) -> bool:
     return override.partition("=")[0].lstrip("+~") in TEXT_OVERRIDES
 
 
-def _escape_texts(value: Any, inside: bool = False) -> Any:
+def escape_texts(value: Any, inside: bool = False) -> Any:
+    """Plain data of a configuration with its prompt texts and stop strings escaped."""
     if isinstance(value, dict):
-        return {key: _escape_texts(item, key in TEXT_KEYS) for key, item in value.items()}
+        return {key: escape_texts(item, key in TEXT_KEYS) for key, item in value.items()}
     if isinstance(value, list):
-        return [_escape_texts(item, inside) for item in value]
+        return [escape_texts(item, inside) for item in value]
     return escape(value) if inside and isinstance(value, str) else value

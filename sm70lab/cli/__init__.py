@@ -14,7 +14,7 @@ from sm70lab.cli.streams import tolerant_streams
 from sm70lab.errors import UsageError
 from sm70lab.schema import EXIT_USAGE
 
-COMMANDS = ("run", "prove", "ui", "sync")
+COMMANDS = ("run", "prove", "ledger", "note", "pin", "compare", "report", "ui", "sync", "doctor")
 INTERRUPTED = 130
 
 

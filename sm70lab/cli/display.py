@@ -190,11 +190,15 @@ def panel_lines(outcome: Outcome) -> list[tuple[str, str, str]]:
         lines.insert(0, ("HAZARD", line, "bold white on magenta"))
     lines += [(kind, line, STATUS_STYLE[status]) for kind, status, line in results.evidence_lines(result)]
     lines.append(("speed", results.speed_line(result), "" if result["speed"]["valid"] else "dim"))
+    if (line := results.repeats_line(result)) is not None:
+        lines.append(("repeats", line, ""))
     if (line := results.reproduces_line(result)) is not None:
         lines.append(("reproduces", line, REPRODUCES_STYLE[result["reproduces"]["equal"]]))
     if outcome.skipped:
         when = result["finished"][:16].replace("T", " ")
         lines.append(("skipped", f"finished {when} UTC; run it again with force=true", "yellow"))
+    if outcome.ledger is not None:
+        lines.append(("ledger", outcome.ledger, ""))
     reached, trained = (result["loaded"].get(key, 0) for key in ("positions", "trained_positions"))
     if reached > trained:
         far = f"outputs may reach position {reached:,}; the model was trained to {trained:,}"

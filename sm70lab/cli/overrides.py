@@ -128,6 +128,8 @@ def _parse_complaint(text: str) -> str:
 
 def _describe(hint: Any) -> str:
     inner = _unwrap(hint)
+    if hint == int | str:  # of repeats
+        return "a whole number, or auto"
     optional = " or null" if type(None) in get_args(hint) else ""
     if isinstance(inner, type) and issubclass(inner, Enum):
         return f"one of {', '.join(e.name for e in inner)}{optional}"

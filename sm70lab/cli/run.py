@@ -26,6 +26,8 @@ from sm70lab.errors import UsageError
 from sm70lab.raw_text import raw_override, shown_override
 from sm70lab.schema import EXIT_USAGE, Display
 from sm70lab.tracking.atomic import finite
+from sm70lab.tracking.environment import NOT_TYPED
+from sm70lab.tracking.mlflow_sweep import sweep_name
 
 OUTCOME = "outcome.json"  # a job's word to the process that started the sweep, whichever launcher ran it
 SEVERITY = (0, 3, 1, 2)  # exit codes from good to bad: a sweep returns the worst
@@ -41,6 +43,7 @@ def main(arguments: list[str]) -> int:
     if options.shows_something:
         _hydra([*options.flags, *overrides])
         return 0
+    overrides += _sweep(overrides) if options.multirun else []
     with tempfile.TemporaryDirectory(prefix="sm70lab-") as scratch:
         _hydra([*options.flags, *overrides, *_keep_folders_in(scratch, overrides)])
         outcomes = _outcomes(Path(_sweep_dir(overrides) or scratch))
@@ -63,7 +66,8 @@ def job(node: DictConfig) -> float:
 def _run(node: DictConfig) -> dict[str, Any]:
     given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     assert isinstance(given, list)
-    overrides = [without_password(shown_override(str(override))) for override in given]
+    typed = [str(override) for override in given if not str(override).startswith(NOT_TYPED)]
+    overrides = [without_password(shown_override(override)) for override in typed]
     try:
         config = to_config(node)
         from sm70lab.cli.display import make_display
@@ -85,6 +89,7 @@ def _run(node: DictConfig) -> dict[str, Any]:
         "exit_code": outcome.exit_code,
         "folder": str(outcome.folder),
         "skipped": outcome.skipped,
+        "ledger": outcome.ledger,
         "mlflow_pending": outcome.pending,
         "result": outcome.result,
     }
@@ -113,6 +118,13 @@ def _outcomes(root: Path) -> list[dict[str, Any]]:
         else dict(crashed)
         for path in jobs
     ]
+
+
+def _sweep(overrides: Sequence[str]) -> list[str]:
+    """A name for this sweep where the user gave none: its runs get one parent run in MLflow."""
+    if any(override.lstrip("+").startswith("tracking.sweep=") for override in overrides):
+        return []
+    return [f"tracking.sweep={sweep_name(overrides)}"]
 
 
 def _keep_folders_in(scratch: str, overrides: Sequence[str]) -> list[str]:

@@ -1,17 +1,19 @@
 """Runs and repeats in a text, each with the repeated unit and where it starts.
 
-Everything is exact (no hashing, so no collisions). Runs are linear in the length of the text,
-window counts take a fixed number of sorts.
+Everything is exact: what a hash finds is compared character by character. Runs are linear in the
+length of the text, window counts take one sort a window size.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from sm70lab.judge.rolling_hash import RollingHash
 
 WHITESPACE = (
     "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680"
@@ -76,18 +78,19 @@ def digit_run(text: str) -> Found:
 
 def line_run(text: str) -> Found:
     """Longest run of equal stripped lines. Empty lines are left out, so they do not end a run."""
-    best = Found()
-    line, count, start, offset = "", 0, 0, 0
+    best, best_line, best_start = 0, "", -1
+    before, line, count, start, offset = "", "", 0, 0, 0
     for raw in text.splitlines(keepends=True):
-        stripped = raw.strip()
+        stripped = line if raw == before else raw.strip()
         if stripped:
             if stripped != line:
                 line, count, start = stripped, 0, offset + raw.index(stripped)
             count += 1
-            if count > best.value:
-                best = Found(count, line[:_UNIT_CHARS], start)
+            if count > best:
+                best, best_line, best_start = count, line, start
+            before = raw
         offset += len(raw)
-    return best
+    return Found(best, best_line[:_UNIT_CHARS], best_start)
 
 
 def _fold(codes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -99,24 +102,22 @@ def _fold(codes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64
     return np.where(space, _BLANK, codes)[keep], np.flatnonzero(keep)
 
 
-def _window_ids(codes: NDArray[np.int64], sizes: Sequence[int]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """For each size (rising, at least 3): an id a sliding window, equal exactly for equal windows.
+def _window_ids(codes: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """An id a sliding window of ``size`` characters (at least 3), equal exactly for equal windows.
 
     Prefix doubling (Karp, Miller and Rosenberg 1972): a window is the pair of two shorter,
-    overlapping windows whose ids are known, and the pairs are numbered anew by sorting.
+    overlapping windows whose ids are known, and the pairs are numbered anew by sorting. Several times
+    slower than hashing: for the texts that are made to collide.
     """
     length = 3
     keys = (codes[:-2] << 2 * _CODE_BITS) | (codes[1:-1] << _CODE_BITS) | codes[2:]
-    ids = np.unique(keys, return_inverse=True)[1]
-    for size in sizes:
-        if size > codes.size:
-            return
-        while length < size:
-            step = min(length, size - length)
-            keys = ids[:-step] * np.int64(ids.size) + ids[step:]
-            ids = np.unique(keys, return_inverse=True)[1]
-            length += step
-        yield size, ids
+    ids: NDArray[np.int64] = np.unique(keys, return_inverse=True)[1]
+    while length < size:
+        step = min(length, size - length)
+        keys = ids[:-step] * np.int64(ids.size) + ids[step:]
+        ids = np.unique(keys, return_inverse=True)[1]
+        length += step
+    return ids
 
 
 def window_repeats(text: str, sizes: Sequence[int]) -> dict[int, Found]:
@@ -132,12 +133,51 @@ def window_repeats(text: str, sizes: Sequence[int]) -> dict[int, Found]:
         return found
     blanks = np.concatenate(([0], np.cumsum(codes == _BLANK)))
     changes = np.concatenate(([0], np.cumsum(codes[1:] != codes[:-1])))
-    for size, ids in _window_ids(codes, sizes):
+    rolling = RollingHash(codes)
+    for size in sizes:
+        if size > codes.size:
+            break
         half_blank = 2 * (blanks[size:] - blanks[:-size]) >= size
         one_character = changes[size - 1 :] == changes[: changes.size - size + 1]
-        counts = np.where(half_blank | one_character, 0, np.bincount(ids)[ids])
-        start = int(np.argmax(counts))
-        if counts[start]:
+        starts = np.flatnonzero(~(half_blank | one_character))
+        if starts.size:
+            same = _most_frequent(rolling.windows(size)[starts])
+            if not _all_equal(codes, starts[same], size):
+                ids = _window_ids(codes, size)[starts]
+                same = _most_frequent(ids.astype(np.uint64))
+            start = int(starts[same[0]])
             unit = "".join(map(chr, codes[start : start + size]))
-            found[size] = Found(int(counts[start]), unit, int(origin[start]))
+            found[size] = Found(same.size, unit, int(origin[start]))
     return found
+
+
+def _most_frequent(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """The places of the most frequent key; of several, the one that occurs first.
+
+    Equal windows have equal keys, so no window is more frequent than its key. If the windows at these
+    places are all equal, theirs is therefore the most frequent window.
+    """
+    ordered = np.sort(keys)
+    firsts = np.concatenate(([0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1))
+    counts = np.diff(np.append(firsts, ordered.size))
+    most = ordered[firsts[counts == counts.max()]]
+    if most.size == ordered.size:  # nothing occurs twice
+        return np.zeros(1, dtype=np.int64)
+    nearest = most[np.minimum(np.searchsorted(most, keys), most.size - 1)] if most.size > 1 else most
+    first = keys[np.argmax(keys == nearest)]
+    return np.flatnonzero(keys == first)
+
+
+def _all_equal(codes: NDArray[np.int64], starts: NDArray[np.int64], size: int) -> bool:
+    """Whether the windows at ``starts`` hold the same characters."""
+    steps = np.diff(starts)
+    lags = np.unique(steps)
+    if lags.size > size:
+        first = int(starts[0])
+        return all(bool((codes[starts + i] == codes[first + i]).all()) for i in range(size))
+    for lag in lags.tolist():
+        unequal = np.concatenate(([0], np.cumsum(codes[lag:] != codes[:-lag])))
+        windows = starts[:-1][steps == lag]
+        if (unequal[windows + size] != unequal[windows]).any():
+            return False
+    return True

@@ -115,10 +115,10 @@ def failures(metrics: ShapeMetrics, gate: Gate) -> list[Failure]:
         limit: int = getattr(gate, name)
         if run.value > limit:
             place = "token" if name == "max_same_token_run" else "character"
-            line = f"{label} {run.value:,} (limit {limit}) at {place} {run.position:,}: {_short(run.unit)}"
+            line = f"{label} {run.value:,} (limit {limit}) at {place} {run.position:,}: {quoted(run.unit)}"
             found.append(Failure(name, run.value, limit, line))
     for marker in metrics.bad_markers:
-        line = f"bad marker {_short(marker.unit)} × {marker.value:,} at character {marker.position:,}"
+        line = f"bad marker {quoted(marker.unit)} × {marker.value:,} at character {marker.position:,}"
         found.append(Failure("bad_markers", marker.value, 0, line))
     if metrics.contract and metrics.contract.missing:
         missing = metrics.contract.missing
@@ -142,7 +142,7 @@ def evidence(generations: Sequence[Generation], gate: Gate) -> Evidence:
     measured = [measure(generation, gate.bad_markers) for generation in generations]
     failed = {m.key: failures(m, gate) for m in measured}
     short = max((shortfall(m, gate) for m in measured), default=0)
-    excused = [f"{m.key}: {text}" for m in measured if (text := _not_applicable(m))]
+    excused = [f"{m.key}: {text}" for m in measured if (text := not_applicable(m))]
     bad = [(key, found) for key, found in failed.items() if found]
     if bad:
         status = Status.bad
@@ -157,35 +157,38 @@ def evidence(generations: Sequence[Generation], gate: Gate) -> Evidence:
     else:
         status = Status.ok
         total = sum(m.tokens for m in measured)
-        worst = {name: max(getattr(m, name).value for m in measured) for name in RUN_METRICS}
-        numbers = ", ".join(f"{RUN_METRICS[n]} {v} of {getattr(gate, n)}" for n, v in worst.items())
-        line = f"{_count(len(measured), 'output')}, {total:,} tokens: {numbers}"
+        highest = {name: max(getattr(m, name).value for m in measured) for name in RUN_METRICS}
+        listed = ", ".join(f"{RUN_METRICS[n]} {v} of {getattr(gate, n)}" for n, v in highest.items())
+        line = f"{_count(len(measured), 'output')}, {total:,} tokens: {listed}"
     if excused:
         line += f" ({excused[0]}" + (f"; {len(excused) - 1} more)" if len(excused) > 1 else ")")
-    return Evidence("shape", status, line, _worst(measured, failed), _details(measured, failed))
+    numbers = worst(measured)
+    if measured:
+        numbers["failed_outputs"] = float(len(bad))
+    return Evidence("shape", status, line, numbers, _details(measured, failed))
 
 
-def _worst(measured: list[ShapeMetrics], failed: dict[str, list[Failure]]) -> dict[str, float]:
+def worst(measured: Sequence[ShapeMetrics]) -> dict[str, float]:
+    """The worst value of each metric over these outputs; empty if there are none."""
     if not measured:
         return {}
-    worst = {name: float(max(getattr(m, name).value for m in measured)) for name in RUN_METRICS}
-    worst["tokens"] = float(min(m.tokens for m in measured))
-    worst["bad_markers"] = float(max(len(m.bad_markers) for m in measured))
-    worst["contract_missing"] = float(max(len(m.contract.missing) if m.contract else 0 for m in measured))
-    worst["failed_outputs"] = float(sum(1 for found in failed.values() if found))
-    return worst
+    values = {name: float(max(getattr(m, name).value for m in measured)) for name in RUN_METRICS}
+    values["tokens"] = float(min(m.tokens for m in measured))
+    values["bad_markers"] = float(max(len(m.bad_markers) for m in measured))
+    values["contract_missing"] = float(max(len(m.contract.missing) if m.contract else 0 for m in measured))
+    return values
 
 
 def _details(measured: list[ShapeMetrics], failed: dict[str, list[Failure]]) -> dict[str, Any]:
     return {
         "generations": {
-            m.key: asdict(m) | {"failures": [asdict(f) for f in failed[m.key]], "excused": _not_applicable(m)}
+            m.key: asdict(m) | {"failures": [asdict(f) for f in failed[m.key]], "excused": not_applicable(m)}
             for m in measured
         }
     }
 
 
-def _not_applicable(metrics: ShapeMetrics) -> str:
+def not_applicable(metrics: ShapeMetrics) -> str:
     """In words, what the contract could not ask of a text that was cut; empty if nothing."""
     if metrics.contract is None or not metrics.contract.not_applicable:
         return ""
@@ -193,7 +196,7 @@ def _not_applicable(metrics: ShapeMetrics) -> str:
     return f"{demands} not applicable, {_CUT.get(metrics.finish_reason, 'cut')}"
 
 
-def _short(unit: str, width: int = 60) -> str:
+def quoted(unit: str, width: int = 60) -> str:
     """The unit in quotes with its invisible characters escaped, cut to ``width`` characters."""
     return repr(unit if len(unit) <= width else unit[: width - 1] + "…")
 

@@ -19,10 +19,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sm70lab.judge import acceptance, audit, text_shape
-from sm70lab.judge.audit import Tolerance
-from sm70lab.schema import Evidence, Gate, Generation, Status, TokenScores, Verdict, VerdictKind
+from sm70lab.judge import acceptance, audit, strict_gate, text_shape
+from sm70lab.judge.tolerance import Tolerance
+from sm70lab.schema import (
+    Evidence,
+    Gate,
+    Generation,
+    ShapeGate,
+    Status,
+    TokenScores,
+    Verdict,
+    VerdictKind,
+)
 
+NO_SPEED = {"accounting", "rise_with_repetition"}  # findings beside which tok/s is no speed
 NON_FINITE = {"non_finite": VerdictKind.route_fault, "model_non_finite": VerdictKind.model_degenerate}
 
 
@@ -32,7 +42,7 @@ class RouteFacts:
 
     draft_tokens: int  # 0: the no-draft run
     temperature: float  # 0: greedy
-    tolerance: Tolerance  # of the audit: ``audit.tolerance_for(dtype)``
+    tolerance: Tolerance  # of the audit: ``tolerance.tolerance_for``
 
 
 def judge(
@@ -49,7 +59,7 @@ def judge(
     up. The audit evidence carries ``audited`` (1 or 0). Raises ``UsageError`` for an unknown contract,
     ``ValueError`` for scores that do not fit their generation.
     """
-    shape = text_shape.evidence(generations, gate)
+    shape = shape_evidence(generations, gate)
     accept = acceptance.evidence(generations, gate, facts.draft_tokens)
     scored = scores is not None and any(s is not None for s in scores)
     if scores is not None and scored:
@@ -61,6 +71,13 @@ def judge(
     checked.metrics["audited"] = float(scored)
     kind, reason = _decide(generations, shape, accept, checked, scored)
     return Verdict(kind, reason, [shape, _mark_speed(accept, kind), checked])
+
+
+def shape_evidence(generations: Sequence[Generation], gate: Gate) -> Evidence:
+    """Text shape by the gate's own rules."""
+    if gate.shape is ShapeGate.strict:
+        return strict_gate.evidence(generations, gate)
+    return text_shape.evidence(generations, gate)
 
 
 def _decide(
@@ -100,5 +117,6 @@ def _decide(
 
 
 def _mark_speed(accept: Evidence, kind: VerdictKind) -> Evidence:
-    valid = kind is VerdictKind.passed and not accept.details["accounting"]
+    sound = not accept.details["findings"].keys() & NO_SPEED
+    valid = kind is VerdictKind.passed and sound
     return replace(accept, metrics=accept.metrics | {"speed_valid": float(valid)})

@@ -27,6 +27,7 @@ PACKAGES = (
     "mlflow",
 )
 GIT_SECONDS = 10
+NOT_TYPED = ("hydra.", "tracking.sweep=auto-")  # arguments that ``run`` adds to those of its user
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def describe() -> dict[str, Any]:
         "cpu": {"name": cpu_name(), "cores": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total},
         "gpus": [vars(gpu) for gpu in gpus()],
         "driver": _driver(),
-        "command": [without_password(shown_override(w)) for w in sys.argv if not w.startswith("hydra.")],
+        "command": [without_password(shown_override(w)) for w in sys.argv if not w.startswith(NOT_TYPED)],
     }
 
 

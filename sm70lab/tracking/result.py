@@ -53,6 +53,7 @@ def build(
         "speed": None if verdict is None else speed(verdict, config.hazard),
         "generations": [_generation(generation) for generation in generations],
         "reproduces": None,
+        "sequential": None,
     }
 
 
@@ -129,6 +130,12 @@ def reproduces_line(result: dict[str, Any]) -> str | None:
     return f"NOT the tokens of {found['run']}: first difference at {found['first_difference']}"
 
 
+def repeats_line(result: dict[str, Any]) -> str | None:
+    """What the sequential test of ``repeats=auto`` found; None for a run with a number of repeats."""
+    found = result.get("sequential")
+    return None if found is None else str(found["line"])
+
+
 def summary(result: dict[str, Any]) -> str:
     """``summary.md``: the verdict, its evidence, speed and generations."""
     head = f"# {result['experiment']}: {result['route']}, seed {result['seed']}"
@@ -138,6 +145,8 @@ def summary(result: dict[str, Any]) -> str:
         lines = [head, "", f"**{result['verdict']['kind']}**: {result['verdict']['reason']}", ""]
         lines += [f"- {kind} ({status}): {line}" for kind, status, line in evidence_lines(result)]
         lines.append(f"- speed: {speed_line(result)}")
+    if (line := repeats_line(result)) is not None:
+        lines.append(f"- repeats: {line}")
     if (line := reproduces_line(result)) is not None:
         lines.append(f"- reproduces: {line}")
     if (line := hazard_line(result)) is not None:

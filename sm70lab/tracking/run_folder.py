@@ -17,6 +17,7 @@ from sm70lab.raw_text import dump_yaml
 from sm70lab.schema import ExperimentConfig, Generation, TokenScores
 from sm70lab.tracking import environment, tables
 from sm70lab.tracking.atomic import disk_error, write_json, write_text
+from sm70lab.tracking.fingerprint import code_revision
 from sm70lab.tracking.marker import live_owner, now, this_process
 from sm70lab.tracking.result import token_hash
 
@@ -47,8 +48,10 @@ class RunFolder:
     # ------------------------------------------------------------------ life
 
     @staticmethod
-    def claim(config: ExperimentConfig, fingerprint: str) -> RunFolder:
+    def claim(config: ExperimentConfig, fingerprint: str, weights: str = "") -> RunFolder:
         """Make a new folder for this run, with ``RUNNING``, the configuration and the environment.
+
+        ``weights`` is the model's hash.
 
         The folder appears under its name with ``RUNNING`` already in it, so two processes cannot
         take the same one. Raises ``UsageError`` where it cannot be written.
@@ -67,6 +70,7 @@ class RunFolder:
             write_json(staging / RUNNING, this_process())
             write_text(staging / CONFIG, _config_yaml(config))
             identity = {"uid": uuid.uuid4().hex, "started": now()}
+            identity |= {"code_revision": code_revision(), "model_hash": weights}
             write_json(staging / ENVIRONMENT, {**identity, **environment.describe()})
             for name in (GENERATIONS, FIGURES):
                 (staging / name).mkdir()
@@ -177,6 +181,11 @@ class RunFolder:
                 what = "damaged (not the tokens of result.json)" if key in found else "missing"
                 raise UsageError(f"{self.path / GENERATIONS / key}.tokens.json: {what}")
         return found
+
+    def texts(self) -> dict[str, str]:
+        """Generation key → its text as recorded."""
+        files = sorted((self.path / GENERATIONS).glob("*.txt"))
+        return {f.name.removesuffix(".txt"): f.read_text(encoding="utf-8", errors="replace") for f in files}
 
     # ----------------------------------------------------------------- MLflow
 

@@ -29,6 +29,7 @@ def test_the_wheel_holds_configuration_and_the_embedded_model(tmp_path: Path) ->
     model = {f"sm70lab/models/web/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")}
     assert model <= names
     assert "sm70lab/cli/run.py" in names
+    assert {f"sm70lab/tracking/report/templates/{name}" for name in ("run.html", "report.css")} <= names
 
 
 def test_the_source_archive_holds_the_readme(tmp_path: Path) -> None:

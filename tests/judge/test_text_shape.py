@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from sm70lab.errors import UsageError
-from sm70lab.judge import text_shape
+from sm70lab.judge import strict_gate, text_shape
 from sm70lab.schema import Gate, Status
+
+STRICT = Gate(name="strict")
 
 
 def prose(count: int, seed: int = 0) -> str:
@@ -102,23 +104,27 @@ DEGENERATE = {
 @pytest.mark.parametrize("text", DEGENERATE.values(), ids=DEGENERATE.keys())
 def test_degenerate_shapes_are_caught(text: str, make: Any, gate: Gate) -> None:
     assert failed(make(text, finish_reason="length"), gate)
+    assert strict_gate.findings(make(text, finish_reason="length"), STRICT)
 
 
 def test_an_early_stop_is_caught(make: Any, gate: Gate) -> None:
     assert failed(make("Sure.", token_ids=[1, 2]), gate) == {"tokens"}
 
 
-# What this first gate cannot see. Listed so that nobody takes its pass for more than it is.
+# What the field's gate cannot see. Listed so that nobody takes its pass for more than it is.
+ECHOED = "Write a page about pricing, with three plans and a table."
 MISSED = {
     "a salad of scripts": "".join(chr(c) for c in np.random.default_rng(3).integers(0x3B1, 0x2FFF, 4000)),
     "thinking that never ends": "<think>\n" + prose(2000),
-    "the prompt echoed": "Write a page about pricing. " + prose(100),
+    "the prompt echoed": f"{ECHOED} {prose(100)}",
 }
 
 
 @pytest.mark.parametrize("text", MISSED.values(), ids=MISSED.keys())
 def test_known_blind_spots(text: str, make: Any, gate: Gate) -> None:
-    assert failed(make(text), gate) == set()
+    generation = make(text, prompt_text=ECHOED)
+    assert failed(generation, gate) == set()
+    assert strict_gate.findings(generation, STRICT)
 
 
 rng = np.random.default_rng(11)
@@ -147,6 +153,8 @@ LEGITIMATE = {
 @pytest.mark.parametrize("text", LEGITIMATE.values(), ids=LEGITIMATE.keys())
 def test_legitimate_texts_pass(text: str, make: Any, gate: Gate) -> None:
     assert failed(make(text), gate) == set()
+    for finish_reason in ("stop", "length"):
+        assert strict_gate.findings(make(text, finish_reason=finish_reason), STRICT) == []
 
 
 # Sound texts that the field's thresholds fail: a limit of this gate, kept in view (docs/verdict.md).
@@ -167,6 +175,7 @@ FALSE_ALARMS = {
 @pytest.mark.parametrize(("text", "metric"), FALSE_ALARMS.values(), ids=FALSE_ALARMS.keys())
 def test_known_false_alarms(text: str, metric: str, make: Any, gate: Gate) -> None:
     assert metric in failed(make(text), gate)
+    assert strict_gate.findings(make(text), STRICT) == []
 
 
 def test_evidence_over_generations(make: Any, gate: Gate) -> None:
@@ -195,4 +204,5 @@ def test_unknown_contract_is_a_usage_error(make: Any) -> None:
 
 def test_yaml_is_the_schema_with_the_markers(gate: Gate) -> None:
     path = Path(__file__).parents[2] / "conf" / "gate" / "fixed_quality.yaml"
-    assert yaml.safe_load(path.read_text(encoding="utf-8")) == vars(gate)
+    read = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert read == {key: value for key, value in vars(gate).items() if key != "strict"}

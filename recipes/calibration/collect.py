@@ -128,7 +128,9 @@ def _names(roots: Sequence[Path]) -> Iterator[tuple[Path, str]]:
 def _read(path: Path) -> str | None:
     """The beginning of a text file; None for what is no UTF-8 text, too short or unreadable."""
     try:
-        if not path.is_file() or path.stat().st_size > LARGEST:
+        size = path.stat().st_size if path.is_file() else 0
+        held = 4 * size if path.suffix == ".gz" else size  # about: not worth unpacking to see
+        if held < SHORTEST or size > LARGEST:
             return None
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             data = file.read(4 * LIMIT + 4)

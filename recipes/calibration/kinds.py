@@ -9,7 +9,6 @@ from dataclasses import dataclass
 _TABLE_RULE = re.compile(r"^\|?\s*:?-{3,}:?\s*\|", re.MULTILINE)
 _KANA = re.compile(r"[\u3041-\u30ff]")
 _HAN = re.compile(r"[\u4e00-\u9fff]")
-_BASE64_LINE = re.compile(r"^[A-Za-z0-9+/]{60,}={0,2}$", re.MULTILINE)
 _BOX = re.compile(r"[\u2500-\u257f]")
 _LOG_LINE = re.compile(
     r"^\W?(\d{4}[-/]\d\d[-/]\d\d|\d\d:\d\d:\d\d|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d)", re.MULTILINE
@@ -118,18 +117,19 @@ KINDS = (
     Kind("plain text", path=r"(?i)/(readme|authors|todo|install|faq)[^/]*$"),
 )
 
-# Packages that hold the kinds which a plain machine with Python and Debian lacks.
+# Packages that hold the kinds which a plain machine with Python and Debian lacks. Debian's: Chinese and
+# Japanese prose, logs, ASCII art and short texts, Go, Rust, Ruby and Lua.
 DEBIAN = (
     "debian-reference-zh-cn",
     "debian-reference-ja",
     "manpages-zh",
     "manpages-ja",
-    "fortunes-zh",  # prose
-    "fail2ban",  # logs
+    "fortunes-zh",
+    "fail2ban",
     "cowsay",
     "figlet",
     "boxes",
-    "fortunes",  # ASCII art and short texts
+    "fortunes",
     "golang-github-spf13-cobra-dev",
     "golang-golang-x-net-dev",
     "librust-regex-dev",

@@ -16,6 +16,7 @@ from sm70lab.judge import strict_gate
 from sm70lab.schema import Gate, Generation, Prompt
 
 SOUND = "".join(f"Line {i * 7919 % 9973} of {i * 104729 % 99991} says {i**3 % 7907}.\n" for i in range(900))
+CHANGES = "".join(f"* change {i * 7919 % 9973}\n" for i in range(300))
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +35,9 @@ def test_files_are_sorted_by_kind_cut_and_taken_once(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    (tmp_path / "b" / "changelog.gz").write_bytes(gzip.compress(b"* a change\n" * 100))
+    (tmp_path / "b" / "changelog.gz").write_bytes(gzip.compress(CHANGES.encode()))
     (tmp_path / "doc").mkdir()
-    (tmp_path / "doc" / "changelog.gz").write_bytes(gzip.compress(b"* another change\n" * 100))
+    (tmp_path / "doc" / "changelog.gz").write_bytes(gzip.compress(CHANGES.encode()))
     (tmp_path / "b" / "picture.svg").write_bytes(b"<svg>\0" * 500)
     rows = list(collect([tmp_path], 300))
     assert sorted(row[0] for row in rows) == ["changelogs", "css", "logs"]

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 FILES = sorted(path.name for path in FOLDER.glob("kernels_*.py"))
+QUICK = "kernels_norm.py"  # the interpreter runs here at all; the others take a quarter of a minute each
 NOTHING_COLLECTED = 5
 
 
@@ -32,7 +33,9 @@ def interpret(file: str, marker: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=110)
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, marks=[] if file == QUICK else pytest.mark.long) for file in FILES]
+)
 def test_kernels_in_the_interpreter(file: str) -> None:
     done = interpret(file, "not long")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -129,6 +129,26 @@ def test_rounds_that_do_not_add_up_void_the_speed_only(case: Any, gate: Gate) ->
     assert verdict.evidence[1].metrics["speed_valid"] == 0.0
 
 
+def test_a_rise_with_repetition_is_no_speed(draw: Any, gate: Gate) -> None:
+    """Acceptance climbs while the text turns stale: the run may pass, its tok/s may not be ranked."""
+    generation, scores = draw(3, 6000)
+    rng = np.random.default_rng(1)
+    accepts, position = [], 0
+    while position < 6000:
+        accepts.append(int(min(rng.geometric(1 - 0.5 - 0.07 * (position // 1000)) - 1, 4)))
+        position += accepts[-1] + 1
+    generation.rounds, position = [], 0
+    for accepted in accepts:
+        generation.rounds.append(Round(position, 4, accepted, accepted + 1, 0.1))
+        position += accepted + 1
+    generation.token_ids = [i if rng.random() > i / position else 7 for i in range(position)]
+    scores = TokenScores(**{k: np.resize(v, (position, *v.shape[1:])) for k, v in vars(scores).items()})
+    generation.text = GOOD_TEXT
+    verdict = judge([generation], [scores], gate, FACTS)
+    assert "rise_with_repetition" in verdict.evidence[1].details["findings"]
+    assert verdict.evidence[1].metrics["speed_valid"] == 0.0
+
+
 def test_greedy_runs_use_the_argmax(draw: Any, gate: Gate) -> None:
     generation, scores = draw(5, 300)
     generation.text, generation.token_ids = GOOD_TEXT, scores.argmax.tolist()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import benchmarks.sensitivity as package
 from benchmarks.sensitivity.cases import CASES
+from benchmarks.sensitivity.exactness import prove_all
 from benchmarks.sensitivity.generate import make_all
 from benchmarks.sensitivity.table import MARK, judge_all, page
 from sm70lab.judge.tolerance import FLOAT32
@@ -32,7 +33,7 @@ def main() -> None:
         make_all(options.folder, options.only or list(CASES), options.runs, options.lossless, options.jobs)
         return
     runs = judge_all(options.folder, FLOAT32)
-    text = page(runs)
+    text = page(runs, prove_all(options.folder))
     print(text)
     if options.out:
         found = {name: [asdict(one) for one in judged] for name, judged in runs.items()}

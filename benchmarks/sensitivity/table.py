@@ -53,12 +53,12 @@ def calibration(runs: dict[str, list[Judged]]) -> list[str]:
     return lines
 
 
-def sensitivity(runs: dict[str, list[Judged]]) -> list[str]:
+def sensitivity(runs: dict[str, list[Judged]], proven: dict[str, list[str]]) -> list[str]:
     """Median tokens until the audit is certain, AUC, and which evidence finds the case."""
     lines = [
         "| case | n | noise known: found, median token | not known: found, median token "
-        "| bad at the end | AUC 300 | AUC 3,000 | text | acceptance |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| bad at the end | AUC 300 | AUC 3,000 | text | acceptance | exactness |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, found in runs.items():
         if CASES[name].group == "lossless":
@@ -79,7 +79,11 @@ def sensitivity(runs: dict[str, list[Judged]]) -> list[str]:
         if stopped := sum(o.non_finite for o in found):
             bad += f"; logits not finite in {stopped}"
         shape = f"{sum(o.shape_bad for o in found)} of {n}"
-        lines.append(f"| {name} | {n} | {' | '.join([*cells, bad, *aucs, shape, accept])} |")
+        exact = ", ".join(proven.get(name, ())) or "–"
+        lines.append(f"| {name} | {n} | {' | '.join([*cells, bad, *aucs, shape, accept, exact])} |")
+    unseen = [f"{name} ({', '.join(checks)})" for name, checks in proven.items() if name not in runs]
+    if unseen:
+        lines += ["", f"Found by exactness alone, not acting in these workloads: {'; '.join(unseen)}."]
     return lines
 
 
@@ -90,7 +94,7 @@ def cost(runs: dict[str, list[Judged]]) -> str:
     return f"Auditing took {median} of the time of decoding (median of {len(shares)} runs)."
 
 
-def page(runs: dict[str, list[Judged]]) -> str:
+def page(runs: dict[str, list[Judged]], proven: dict[str, list[str]]) -> str:
     """Everything that the command prints."""
     return "\n".join(
         [
@@ -98,7 +102,7 @@ def page(runs: dict[str, list[Judged]]) -> str:
             "",
             *calibration(runs),
             "",
-            *sensitivity(runs),
+            *sensitivity(runs, proven),
             "",
             "Found: a token outside the support, a token that the noise does not give, or bets that have won "
             f"{1 / ALPHA:,.0f} times their stake; the median is over the runs in which it was found. Bad at "

@@ -252,7 +252,9 @@ def _differences(records: list[Record]) -> dict[str, Any]:
     rows: dict[tuple[str, ...], list[Any]] = {}
     for index, record in enumerate(known):
         rows.setdefault(tuple(d.values[index] for d in table), []).append(record.seed)
-    return {"keys": [d.key for d in table], "rows": list(rows.items())}
+    # Folders stand in the order of their fingerprints, which says nothing to a reader.
+    ordered = sorted((values, sorted(seeds, key=str)) for values, seeds in rows.items())
+    return {"keys": [d.key for d in table], "rows": ordered}
 
 
 def _environments(records: list[Record]) -> list[dict[str, Any]]:

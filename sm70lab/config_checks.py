@@ -28,6 +28,7 @@ from sm70lab.schema import (
 MAX_DRAFT_TOKENS = 8
 MAX_NUM_SEQS = 256
 MAX_SEED = 2**63 - 1
+MAX_REPEAT = 1_000_000
 CONTRACTS = ("html",)
 TARGETS = ("engine",)
 FORK_TARGET = "vllm"  # of presets whose variation exists in the vLLM fork alone
@@ -50,6 +51,8 @@ STRICT_LEAST = {  # below these sound text of any kind would fail
     "stale_tokens": 40,
     "blanks": 1,
     "replacements": 0,
+    "packed_per_mille": 0,
+    "digits": 80,
     "salad_letters": 10,
     "thinking_tokens": 0,
     "echo_characters": 10,
@@ -95,8 +98,8 @@ def _repeat_complaints(config: ExperimentConfig) -> Iterator[tuple[str, Any, str
     repeats, sprt = config.repeats, config.sprt
     if repeats != AUTO_REPEATS and (isinstance(repeats, str) or repeats < 1):
         yield "repeats", repeats, "must be at least 1, or auto"
-    if config.first_repeat < 0:
-        yield "first_repeat", config.first_repeat, "must be 0 or more"
+    if not 0 <= config.first_repeat <= MAX_REPEAT:
+        yield "first_repeat", config.first_repeat, f"must be 0 to {MAX_REPEAT}"
     for key in ("p0", "p1", "alpha", "beta"):
         if not 0 < getattr(sprt, key) < 1:
             yield f"sprt.{key}", getattr(sprt, key), "must be between 0 and 1, both excluded"
@@ -123,6 +126,8 @@ def _gate_complaints(gate: Gate) -> Iterator[tuple[str, Any, str]]:
             yield f"gate.strict.{key}", value, f"must be {least} or more"
         elif gate.shape is not ShapeGate.strict and value != getattr(StrictGate, key):
             yield f"gate.strict.{key}", value, "decides nothing without gate.shape=strict; set gate=strict"
+    if "" in gate.bad_markers:
+        yield "gate.bad_markers", gate.bad_markers, "an empty marker is in every text; leave it out"
     if not 0 < gate.audit_alpha < 1:
         yield "gate.audit_alpha", gate.audit_alpha, "must be between 0 and 1, both excluded"
     if gate.window_tokens < 1:

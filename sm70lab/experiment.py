@@ -112,6 +112,7 @@ def _run_experiment(
 ) -> Outcome:
     weights = model_hash(config.model)
     mark = fingerprint(config, weights)
+    _close_dead(config, observer)  # first: one that died while MLflow was told is finished all the same
     earlier = finished_run(config, mark)
     if earlier is not None and not config.force:
         recorded = earlier.result()
@@ -121,7 +122,6 @@ def _run_experiment(
     if not config.force and (rejected := ledger.rejection(config, weights)) is not None:
         raise UsageError(f"{rejected.line}: run it all the same with force=true")
     _refuse_twin(config, mark)
-    _close_dead(config, observer)
     run = _Run(config, mark, weights, RunFolder.claim(config, mark, weights), observer)
     with Heartbeat(run.folder.running):
         return _run_claimed(run, earlier, build, stop)

@@ -15,7 +15,7 @@ from sm70lab.experiment import build_target
 from sm70lab.schema import ExperimentConfig, Generation, Route, VerdictKind
 from sm70lab.targets.base import Target
 from sm70lab.tracking import accepted as accepted_file
-from sm70lab.tracking import ledger, notes
+from sm70lab.tracking import ledger, notes, tables
 from sm70lab.tracking.accepted import Accepted
 from sm70lab.tracking.environment import package_versions
 from sm70lab.tracking.find_runs import config_of, finished_result
@@ -53,8 +53,13 @@ def pin(
         )
     book = ledger.build(runs_dir)
     row, _ = book.holding(run)
-    same = [record for record in row.runs if ledger.code_of(record) == book.revision]
-    for record in same:
+    if row.state == "rejected":
+        note = f'sm70lab note {row.variant} "why" state=open'
+        raise UsageError(f"{run}: its variant {row.variant} is rejected ({row.conclusion}); first: {note}")
+    # A run repeated with the same seed is no new evidence: one a fingerprint.
+    of_code = [record for record in row.runs if ledger.code_of(record) == book.revision]
+    same = list({str(record.result.get("fingerprint")): record for record in of_code}.values())
+    for record in of_code:
         if record.verdict in FAULTS:
             raise UsageError(
                 f"{run}: {record.folder}, a run of the same variant and code, is {record.verdict}; "
@@ -91,6 +96,9 @@ def _passing(run: RunFolder) -> dict[str, Any]:
     audit: dict[str, float] = next((e["metrics"] for e in verdict["evidence"] if e["kind"] == "audit"), {})
     if not audit.get("audited"):
         raise UsageError(f"{run}: passed on its text alone, without an audit; run it with audit=true")
+    run.token_ids()  # raises where outputs are missing or are not those of the result
+    if not (run.path / tables.AUDIT).is_file():
+        raise UsageError(f"{run.path / tables.AUDIT}: missing; the record is damaged, run it again")
     return result
 
 

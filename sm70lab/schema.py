@@ -206,6 +206,8 @@ class StrictGate:
     ended_loop_tokens: int = 1000  # of a loop behind which the text went on
     counter_periods: int = 6  # periods in which only numbers change make a loop
     stale_tokens: int = 300  # of an ending in which everything was there just before
+    packed_per_mille: int = 40  # least size of an ending of 8,000 characters when packed by bzip2
+    digits: int = 200  # decimal digits in a row
     blanks: int = 160  # bytes of blanks and line breaks in a row
     replacements: int = 16  # U+FFFD
     salad_letters: int = 40  # letters in a row that change their script all the time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from sm70lab.errors import UsageError
 from sm70lab.judge.comparison import Arm, RunRecord
 from sm70lab.judge.fairness import differences, facts, in_words
 from sm70lab.schema import AUTO_REPEATS, ExperimentConfig, VerdictKind
+from sm70lab.tracking import ledger
 from sm70lab.tracking.find_runs import config_of, runs_of
 from sm70lab.tracking.fingerprint import fingerprint, hardware, model_hash
 from sm70lab.tracking.run_folder import RunFolder
@@ -63,7 +65,10 @@ def finished_runs(config: ExperimentConfig, any_code: bool, by_name: bool) -> li
         result = folder.result() or {}
         if not folder.done or not result.get("verdict"):
             continue
-        recorded = config_of(folder)
+        try:
+            recorded = config_of(folder)
+        except UsageError:
+            continue  # the ledger shows damaged folders; here one is no reason to stop
         if _settings(recorded) != wanted or (result.get("loaded") or {}).get("model_hash") != weights:
             continue
         if by_name and recorded.get("name") != config.name:
@@ -101,7 +106,15 @@ def interleaved(sides: Sequence[Side], units: Sequence[Unit]) -> Iterator[tuple[
 def run_missing(
     todo: Plan, run: Callable[[ExperimentConfig], tuple[RunFolder, str]], tell: Callable[[str], None]
 ) -> None:
-    """Make the missing runs, one repeat each, in the plan's order; ``run`` gives folder and verdict."""
+    """Make the missing runs, one repeat each, in the plan's order; ``run`` gives folder and verdict.
+
+    Raises ``UsageError`` before the first of them where one's variant is rejected.
+    """
+    for side in {id(side): side for side, _ in todo.missing}.values():
+        assert side.config is not None
+        rejected = ledger.rejection(side.config, model_hash(side.config.model))
+        if rejected is not None and not side.config.force:
+            raise UsageError(f"{rejected.line}: compare its finished runs with --no-run, or force=true")
     for number, (side, (seed, repeat)) in enumerate(todo.missing, 1):
         assert side.config is not None
         what = f"run {number} of {len(todo.missing)}: {side.label}, seed {seed}, repeat {repeat}"
@@ -160,14 +173,15 @@ def _nearest(config: ExperimentConfig) -> str:
     found = []
     for folder in runs_of(config.route.name, Path(config.tracking.runs_dir)):
         result = folder.result() or {}
-        if result.get("verdict"):
-            weights = (result.get("loaded") or {}).get("model_hash")
-            found.append((differences(_flat(config_of(folder), weights), wanted), folder.path.name))
+        with suppress(UsageError):  # damaged
+            if result.get("verdict"):
+                weights = (result.get("loaded") or {}).get("model_hash")
+                found.append((differences(_flat(config_of(folder), weights), wanted), folder.path.name))
     if not found:
         return ""
     differing, name = min(found, key=lambda entry: len(entry[0]))
     if not differing:
-        return f" under this name ({name} has another)"
+        return f" (the nearest is {name}: another seed, name or code)"
     more = f" and {len(differing) - NEAREST_FIELDS} more" if len(differing) > NEAREST_FIELDS else ""
     return f" ({name} has {in_words(differing[:NEAREST_FIELDS])}{more})"
 

@@ -9,6 +9,7 @@ only a much longer loop counts. Thresholds: ``schema.StrictGate``, measured on r
 
 from __future__ import annotations
 
+import bz2
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ _STALE_REACH = 600  # characters: seen twice within the last so many is not new
 _STALE_SURPRISES = 0.05
 _SALAD_SWITCHES = 0.3  # a letter
 _SALAD_SCRIPTS = 3
+_LITTLE_CHARS = 8000
 _SPACE = np.array([ord(c) for c in repeats.WHITESPACE], dtype=np.int64)
 
 
@@ -102,7 +104,30 @@ def in_part(part: Part, strict: StrictGate) -> Iterator[Finding]:
         return
     measured = _Measured(part)
     found = [shape for look in (_blanks, _replacements, _salad, _loops) for shape in look(measured, strict)]
-    yield from found or _stale(measured, strict)
+    yield from found or list(_stale(measured, strict)) or _little(measured, strict)
+
+
+def _little(measured: _Measured, strict: StrictGate) -> Iterator[Finding]:
+    """An ending that holds next to nothing, whatever its order: a few pieces shuffled or slightly varied.
+
+    Sorted blocks (bzip2) see every repetition at once. No sound file of 8,000 looked at packs below 4.2 %.
+    """
+    start = len(measured.text) - _LITTLE_CHARS
+    if start < 0:
+        return
+    ending = measured.text[start:]
+    plain = ending.encode("utf-8", "surrogatepass")
+    value = round(1000 * len(bz2.compress(plain)) / len(plain))
+    if value < strict.packed_per_mille:
+        unit, count = Counter(line for line in ending.splitlines() if line.strip()).most_common(1)[0]
+        line = (
+            f"the last {_LITTLE_CHARS:,} characters hold next to nothing: packed they are {value / 10:.1f} % "
+            f"(limit {strict.packed_per_mille / 10:g} %), most often {text_shape.quoted(unit)}"
+        )
+        yield Finding(
+            "little", value, strict.packed_per_mille, line, measured.part.name, measured.part.start + start,
+            count=count, unit=unit[:_UNIT_CHARS],
+        )  # fmt: skip
 
 
 def _blanks(measured: _Measured, strict: StrictGate) -> Iterator[Finding]:

@@ -43,6 +43,7 @@ def _findings(generation: Generation, metrics: ShapeMetrics, gate: Gate) -> list
         found += in_part(part, strict)
     if parts.content is not None:
         found += _echo(generation, parts.content, strict)
+    found = found or list(_digits(metrics, strict))
     if not found:
         return list(_unseen_loop(generation, strict))
     found.sort(key=lambda f: f.position)
@@ -56,6 +57,14 @@ def _as_the_field(metrics: ShapeMetrics, gate: Gate) -> Iterator[Finding]:
         if failure.metric in _OF_THE_FIELD:
             name = _OF_THE_FIELD[failure.metric]
             yield Finding(name, failure.value, failure.limit, failure.line, part="")
+
+
+def _digits(metrics: ShapeMetrics, strict: StrictGate) -> Iterator[Finding]:
+    """A flood of digits in no order; the longest run in 8,000 sound files has 76."""
+    run = metrics.max_digit_run
+    if run.value > strict.digits:
+        line = f"{run.value:,} digits in a row (limit {strict.digits})"
+        yield Finding("digits", run.value, strict.digits, line, "", run.position, unit=run.unit[:120])
 
 
 def _thinking(generation: Generation, parts: Parts, strict: StrictGate) -> Iterator[Finding]:

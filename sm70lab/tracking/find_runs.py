@@ -71,6 +71,8 @@ def finished_result(run: RunFolder) -> dict[str, Any]:
     if not result.get("verdict"):
         what = result.get("interrupted") or run.interruption().get("what") or "no verdict"
         raise UsageError(f"{run}: not finished ({what}); run it again")
+    if not run.done:
+        raise UsageError(f"{run}: not closed (no DONE), its process is gone; the next sm70lab run closes it")
     return result
 
 

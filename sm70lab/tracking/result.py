@@ -20,6 +20,9 @@ from sm70lab.schema import (
 
 NO_HAZARD = "none"
 SPEED = ("tokens_per_second", "rounds_per_second", "acceptance_length")
+VERDICT_KEYS = ("kind", "reason", "evidence")
+EVIDENCE_KEYS = ("kind", "status", "line", "metrics", "details")
+GENERATION_KEYS = ("key", "tokens", "finish_reason", "prefill_seconds", "decode_seconds")
 
 
 def build(
@@ -63,6 +66,41 @@ def speed(verdict: Verdict, hazard: str = NO_HAZARD) -> dict[str, Any]:
     valid = verdict.kind == VerdictKind.passed and bool(metrics.get("speed_valid", 1))
     valid = valid and hazard == NO_HAZARD
     return {"valid": valid, **{key: metrics.get(key) for key in SPEED}}
+
+
+def incomplete(result: Any) -> str | None:
+    """What a result lacks that every version of the schema has; None where it is whole."""
+    if not isinstance(result, dict) or "status" not in result:
+        return "not a result"
+    version = result.get("schema_version")
+    if not isinstance(version, int) or version > RESULT_SCHEMA_VERSION:
+        return (
+            f"written by a later sm70lab (schema_version {version}, known are 1 to {RESULT_SCHEMA_VERSION})"
+        )
+    generations = result.get("generations")
+    if not isinstance(generations, list) or any(not _has(g, GENERATION_KEYS) for g in generations):
+        return "an output lacks what every output has"
+    if result["status"] == "interrupted":
+        return None
+    verdict = result.get("verdict")
+    if not isinstance(verdict, dict) or not _has(verdict, VERDICT_KEYS):
+        return "finished without a verdict"
+    if not isinstance(verdict["evidence"], list):
+        return "a verdict without evidence"
+    if verdict["kind"] not in {kind.value for kind in VerdictKind}:
+        return f"no such verdict: {verdict['kind']}"
+    for evidence in verdict["evidence"]:
+        if not _has(evidence, EVIDENCE_KEYS) or not isinstance(evidence["metrics"], dict):
+            return "evidence without its line or numbers"
+    values = result.get("speed")
+    numbers = [values.get(key) for key in SPEED] if isinstance(values, dict) else ["none"]
+    if any(number is not None and not isinstance(number, int | float) for number in numbers):
+        return "speed is not a number"
+    return None
+
+
+def _has(value: Any, keys: Sequence[str]) -> bool:
+    return isinstance(value, dict) and all(key in value for key in keys)
 
 
 def exit_code(result: dict[str, Any]) -> int:

@@ -19,7 +19,7 @@ from sm70lab.tracking import environment, tables
 from sm70lab.tracking.atomic import disk_error, write_json, write_text
 from sm70lab.tracking.fingerprint import code_revision
 from sm70lab.tracking.marker import live_owner, now, this_process
-from sm70lab.tracking.result import token_hash
+from sm70lab.tracking.result import incomplete, token_hash
 
 DONE = "DONE"
 RUNNING = "RUNNING"
@@ -159,12 +159,12 @@ class RunFolder:
         write_json(self.path / RESULT, result)
 
     def result(self) -> dict[str, Any] | None:
-        """The recorded result, or None where there is none that can be read."""
+        """The recorded result, or None where there is none that is whole."""
         try:
             value = json.loads((self.path / RESULT).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        return value if isinstance(value, dict) else None
+        return value if incomplete(value) is None else None
 
     def token_ids(self) -> dict[str, list[int]]:
         """Generation key → token ids. Raises ``UsageError`` for files that do not fit the result."""

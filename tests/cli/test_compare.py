@@ -239,13 +239,24 @@ def test_another_machine_costs_the_speed_alone(command: Command, runs: Path) -> 
 # --------------------------------------------------------------------------------------- damage
 
 
+INTERRUPTED_RESULT = json.dumps(
+    {
+        "schema_version": 1,
+        "status": "interrupted",
+        "generations": [],
+        "verdict": None,
+        "interrupted": "Ctrl-C",
+    }
+)
+
+
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
         ("result.json", "{", "result.json: damaged"),
         ("result.json", None, "result.json: missing: the run did not finish"),
-        ("result.json", '{"verdict": {"kind": "pass"}, "finished": "x"}', "damaged record"),
-        ("result.json", '{"verdict": null, "interrupted": "Ctrl-C"}', "not finished (Ctrl-C); run it again"),
+        ("result.json", '{"verdict": {"kind": "pass"}, "finished": "x"}', "result.json: damaged"),
+        ("result.json", INTERRUPTED_RESULT, "not finished (Ctrl-C); run it again"),
         ("config.yaml", "a: [", "config.yaml: damaged"),
         ("config.yaml", "3", "config.yaml: damaged (no settings in it)"),
         ("rounds.parquet", "x", "rounds.parquet: damaged"),

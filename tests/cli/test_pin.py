@@ -176,9 +176,26 @@ def beside_a_fault(runs: Path) -> Path:
     return first(runs)
 
 
+def not_closed(runs: Path) -> Path:
+    (first(runs) / "DONE").unlink()
+    return first(runs)
+
+
+def without(pattern: str) -> Callable[[Path], Path]:
+    def make(runs: Path) -> Path:
+        path = first(runs)
+        next(path.glob(pattern)).unlink()
+        return path
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (not_closed, "not closed (no DONE)"),
+        (without("audit.parquet"), "audit.parquet: missing"),
+        (without("generations/*.tokens.json"), "tokens.json: missing"),
         (unaudited, "without an audit; run it with audit=true"),
         (not_passed, "its verdict is inconclusive, not pass"),
         (hazardous, "hazard=no_conv_rollback put a fault in on purpose"),
@@ -200,6 +217,21 @@ def test_what_is_not_pinned(
     assert words in err
     assert not (runs.parent / "accepted.yaml").exists()
     assert not (runs / "ledger.jsonl").exists()
+
+
+def test_a_rejected_variant_is_not_pinned(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = first(runs)
+    assert main(["note", str(path), "Too slow.", "state=rejected", f"tracking.runs_dir={runs}"]) == 0
+    capsys.readouterr()
+    assert main(["pin", str(path), f"tracking.runs_dir={runs}"]) == 2
+    assert "is rejected (Too slow.); first: sm70lab note" in capsys.readouterr().err
+
+
+def test_the_same_run_again_is_no_new_evidence(runs: Path, tmp_path: Path) -> None:
+    path, file = first(runs), tmp_path / "a.yaml"
+    shutil.copytree(path, path.with_name(f"{path.name}-2"))
+    assert main(["pin", str(path), f"tracking.runs_dir={runs}", f"into={file}", f"tokens={TOKENS}"]) == 0
+    assert accepted.load(file).values["evidence"]["runs"] == 2  # seeds 1 and 2
 
 
 @pytest.mark.parametrize(

@@ -108,3 +108,17 @@ def test_a_full_disk_ends_in_one_line_and_no_done(lab: Lab) -> None:
     finally:
         if mounted:
             subprocess.run(["umount", runs], check=True)
+
+
+def test_a_run_killed_while_mlflow_was_told_is_finished(lab: Lab) -> None:
+    """Its record was whole: the next start closes it, and does not run it again."""
+    settings = ("experiment=tiny", "name=t", "tracking=off")
+    lab.run(*settings)
+    (folder,) = lab.folders()
+    (folder / "DONE").unlink()
+    host = json.loads((folder / "environment.json").read_text())["host"]
+    (folder / "RUNNING").write_text(json.dumps({"pid": 2**22 - 3, "host": host, "created": 0.0}))
+    again = lab.run(*settings, "display=json")
+    assert json.loads(again.stdout)["skipped"] is True, again.stderr
+    assert lab.folders() == [folder]
+    assert (folder / "DONE").exists() and not (folder / "RUNNING").exists()

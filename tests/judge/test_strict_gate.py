@@ -165,6 +165,33 @@ def test_the_limit_of_an_ending_without_anything_new(make: Any, strict: Gate) ->
     assert 300 < only(found(first)).value < 330
 
 
+def shuffled(pieces: list[str], count: int, seed: int = 1) -> str:
+    return "".join(pieces[i] for i in np.random.default_rng(seed).integers(0, len(pieces), count))
+
+
+RULES = [f".c{i} {{ color: red; margin: {i}px; }}\n" for i in range(8)]
+SENTENCES = ["I am sorry. ", "Let me try again. ", "This is the end of it. ", "Thank you very much. "]
+HEXES = [f"  x{n:03x}: y;\n" for n in np.random.default_rng(4).integers(0, 4096, 160)]
+
+
+@pytest.mark.parametrize(
+    ("flood", "metric"),
+    [
+        (shuffled(SENTENCES, 1100), "little"),
+        (shuffled(RULES, 1200), "little"),
+        ("".join("  color: red;\n" * 10 + varied for varied in HEXES), "little"),
+        (shuffled(list("0123456789"), 16000), "digits"),
+        (shuffled(["0", "1"], 400), "digits"),
+    ],
+)
+def test_floods_in_no_order(flood: str, metric: str, make: Any, strict: Gate) -> None:
+    finding = only(strict_gate.findings(make(SOUND + flood, finish_reason="length"), strict))
+    assert finding.metric == metric
+    assert finding.position >= len(SOUND)
+    if metric == "little":
+        assert strict_gate.findings(make(SOUND + flood[:4000], finish_reason="length"), strict) == []
+
+
 def test_every_threshold_of_the_yaml_is_read(make: Any, strict: Gate) -> None:
     """Raised high, each threshold lets just its own shape pass."""
     cases = {

@@ -220,7 +220,7 @@ def test_runs_that_did_not_end(runs: dict[str, RunFolder], tmp_path: Path) -> No
     (interrupted.path / "result.json").unlink()
     interrupted.interrupt("SIGTERM")
     (damaged.path / "result.json").write_text('{"status": "finished", "gener')
-    (killed.path / "result.json").write_text('{"status": "finished", "generations": []}')
+    (killed.path / "result.json").write_text('{"schema_version": 1, "status": "finished", "generations": []}')
     (alive.path / "DONE").unlink()
     fresh = RunFolder.claim(compose(["experiment=tiny", f"tracking.runs_dir={tmp_path}"]), "0" * 64)
     (fresh.path / "RUNNING").rename(alive.path / "RUNNING")

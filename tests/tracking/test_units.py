@@ -15,7 +15,7 @@ from sm70lab.errors import UsageError
 from sm70lab.schema import Generation, Prompt, Round
 from sm70lab.tracking import atomic, mlflow_rows, tables
 from sm70lab.tracking.fingerprint import fingerprint, model_hash
-from sm70lab.tracking.result import compare_tokens
+from sm70lab.tracking.result import compare_tokens, incomplete
 from sm70lab.tracking.run_folder import RunFolder, finished_run, same_runs
 
 
@@ -82,7 +82,9 @@ def test_folders_are_claimed_once_and_numbered(tmp_path: Path) -> None:
     assert [f.path for f in same_runs(config, mark)] == [first.path, second.path]
     assert first.owner() is not None
     assert finished_run(config, mark) is None
-    first.save_result({"fingerprint": mark, "status": "finished", "verdict": {"kind": "pass"}}, "")
+    whole = {"schema_version": 1, "status": "finished", "generations": [], "speed": {}}
+    verdict = {"kind": "pass", "reason": "", "evidence": []}
+    first.save_result({"fingerprint": mark, "verdict": verdict, **whole}, "")
     first.finish()
     found = finished_run(config, mark)
     assert found is not None
@@ -128,3 +130,34 @@ def test_where_two_runs_part() -> None:
 def test_passwords_are_not_written_down() -> None:
     assert without_password("postgresql://me:pa@host/db") == "postgresql://***@host/db"
     assert without_password("sqlite:////a/b.db") == "sqlite:////a/b.db"
+
+
+WHOLE = {
+    "schema_version": 1,
+    "status": "finished",
+    "generations": [],
+    "verdict": {"kind": "pass", "reason": "", "evidence": []},
+    "speed": {"tokens_per_second": 1.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"verdict": "pass"}, "finished without a verdict"),
+        ({"verdict": {"kind": "good", "reason": "", "evidence": []}}, "no such verdict"),
+        ({"verdict": {"kind": "pass", "reason": "", "evidence": [1]}}, "evidence without"),
+        ({"speed": {"tokens_per_second": "x"}}, "speed is not a number"),
+        ({"generations": None}, "an output lacks"),
+        ({"generations": [{"key": "a"}]}, "an output lacks"),
+        ({"schema_version": 99}, "written by a later sm70lab"),
+    ],
+)
+def test_a_result_of_the_wrong_form_is_damaged(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """Valid JSON that some reader would fall over counts as no result at all."""
+    folder = RunFolder(tmp_path)
+    (tmp_path / "result.json").write_text(json.dumps(WHOLE))
+    assert folder.result() == WHOLE
+    (tmp_path / "result.json").write_text(json.dumps(WHOLE | change))
+    assert folder.result() is None
+    assert words in (incomplete(WHOLE | change) or "")

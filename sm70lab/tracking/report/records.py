@@ -12,14 +12,12 @@ import yaml
 
 from sm70lab.raw_text import load_yaml
 from sm70lab.schema import Round
+from sm70lab.tracking import result as results
 from sm70lab.tracking import tables
 from sm70lab.tracking.result import NO_HAZARD
 from sm70lab.tracking.run_folder import CONFIG, ENVIRONMENT, GENERATIONS, RESULT, RunFolder
 
 FINISHED, INTERRUPTED, RUNNING, DAMAGED = "finished", "interrupted", "running", "damaged"
-VERDICT_KEYS = ("kind", "reason", "evidence")
-EVIDENCE_KEYS = ("kind", "status", "line", "metrics", "details")
-GENERATION_KEYS = ("key", "tokens", "finish_reason", "prefill_seconds", "decode_seconds")
 
 
 @dataclass
@@ -115,7 +113,7 @@ def read(folder: RunFolder) -> Record:
     result = _mapping(_load_json(folder.path / RESULT), RESULT, []) or {}
     if folder.owner() is not None and not folder.done:
         return Record(folder, RUNNING, "its process is still at work", {}, config, environment)
-    if result and (missing := _incomplete(result)):
+    if result and (missing := results.incomplete(result)):
         return Record(folder, DAMAGED, f"{RESULT}: {missing}", {}, config, environment)
     if not result and (folder.path / RESULT).exists():
         damage.append(f"{RESULT}: cannot be read")
@@ -125,6 +123,9 @@ def read(folder: RunFolder) -> Record:
     if not result or result["status"] == "interrupted":
         what = result.get("interrupted") or ended.get("what") or "no result was written"
         return Record(folder, INTERRUPTED, str(what), result, config, environment)
+    if not folder.done:
+        what = "its process is gone before it was closed; the next run closes it"
+        return Record(folder, INTERRUPTED, what, result, config, environment)
     evidence = {e["kind"]: e for e in result["verdict"]["evidence"]}
     return Record(folder, FINISHED, "; ".join(damage), result, config, environment, evidence)
 
@@ -141,24 +142,6 @@ def newest(folders: Iterable[RunFolder]) -> Record | None:
     """The record of the run that was started last."""
     records = [read(folder) for folder in folders]
     return max(records, key=lambda r: (r.started, r.name), default=None)
-
-
-def _incomplete(result: dict[str, Any]) -> str | None:
-    """What a result lacks that every version of the schema has."""
-    generations = result.get("generations")
-    if not isinstance(generations, list) or "status" not in result:
-        return "not a result"
-    if any(not isinstance(g, dict) or any(key not in g for key in GENERATION_KEYS) for g in generations):
-        return "an output lacks what every output has"
-    if result["status"] == "interrupted":
-        return None
-    verdict = result.get("verdict")
-    if not isinstance(verdict, dict) or any(key not in verdict for key in VERDICT_KEYS):
-        return "finished without a verdict"
-    for evidence in verdict["evidence"]:
-        if not isinstance(evidence, dict) or any(key not in evidence for key in EVIDENCE_KEYS):
-            return "evidence without its line or numbers"
-    return None
 
 
 def _mapping(value: Any, name: str, damage: list[str]) -> dict[str, Any]:

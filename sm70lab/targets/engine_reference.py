@@ -22,7 +22,7 @@ from sm70lab.schema import (
 )
 from sm70lab.targets.memory import free_bytes
 
-ROUNDING_ROWS = 512  # output tokens on which the arithmetic's own differences are measured
+ROUNDING_ROWS = 256  # output tokens on which the arithmetic's own differences are measured
 CONTEXT_TOKENS = 24  # shown on either side of a token
 ALTERNATIVES = 5
 

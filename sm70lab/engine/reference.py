@@ -87,10 +87,12 @@ def likeliest(
     count: int,
 ) -> list[tuple[int, float]]:
     """The reference's ``count`` likeliest next tokens after ``output_ids``, with their p' (0 where cut)."""
+    rules = LogitsRules(sampling, prompt_ids, stop_ids)
+    rules.observe(output_ids)
     with torch.inference_mode():
-        after = [*output_ids, 0]  # the last row predicts it
-        for _, logits in _ruled_logits(model, prompt_ids, after, sampling, stop_ids):
-            row = logits[-1:]
+        # All but the next token as the prompt: then one row of logits is made, not one a token.
+        ((_, row),) = _logits(model, prompt_ids + output_ids, [0])
+        row = rules.apply(row, len(output_ids), [])
         ids = row.topk(count).indices
         kept = score_rows(row.expand(count, -1), ids[0], sampling)["logprob"].exp()
     return list(zip(ids[0].tolist(), kept.tolist(), strict=True))

@@ -211,3 +211,12 @@ def test_which_of_two_near_equal_tokens_is_cut_is_told_by_their_logits() -> None
     assert float(row["cut_logit"][0]) == pytest.approx(1e-7, rel=1e-3)
     swapped = logits[:, [0, 2, 1, 3]] + torch.tensor([0.0, 2e-7, 0.0, 0.0], dtype=torch.float64)
     assert scoring.rounding_rows(swapped, logits, s)["mass"][0] < 1e-6
+
+
+def test_the_likeliest_tokens_are_weighed_as_the_next_token_would_be() -> None:
+    """Penalties count the output alone, and min_tokens its length: as when the token is scored in its place."""
+    s = Sampling(temperature=1.0, top_k=10, presence_penalty=0.8, repetition_penalty=1.3, min_tokens=21)
+    prompt, output, stop = tiny.prompt(13), tiny.prompt(20), frozenset({4, 8})
+    for token, probability in reference.likeliest(tiny.model(), prompt, output, s, stop, 4):
+        scored = reference.score(tiny.model(), prompt, [*output, token], s, stop)
+        np.testing.assert_allclose(probability, np.exp(scored.logprob[-1]), atol=1e-9)

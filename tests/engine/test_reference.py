@@ -214,7 +214,7 @@ def test_which_of_two_near_equal_tokens_is_cut_is_told_by_their_logits() -> None
 
 
 def test_the_likeliest_tokens_are_weighed_as_the_next_token_would_be() -> None:
-    """Penalties count the output alone, and min_tokens its length: as when the token is scored in its place."""
+    """Penalties count the output alone, and min_tokens its length: as when the token is scored in place."""
     s = Sampling(temperature=1.0, top_k=10, presence_penalty=0.8, repetition_penalty=1.3, min_tokens=21)
     prompt, output, stop = tiny.prompt(13), tiny.prompt(20), frozenset({4, 8})
     for token, probability in reference.likeliest(tiny.model(), prompt, output, s, stop, 4):

@@ -21,7 +21,7 @@ TILES = {
     "dot": Tile(True, 16, 64, 2, 3),
     "dot, weights first": Tile(True, 64, 64, 4, 3, weights_first=True),
 }
-EPILOGUES = (linear.PLAIN, linear.RESIDUAL, linear.SWIGLU)
+EPILOGUES = (linear.PLAIN, linear.RESIDUAL, linear.SWIGLU, linear.SCALED)
 
 
 class Case:
@@ -34,16 +34,22 @@ class Case:
         stacked = 2 * n if epilogue == linear.SWIGLU else n
         self.weight = (torch.randn(stacked, k, generator=g) * k**-0.5).half().to(DEVICE)
         self.residual = torch.randn(9, n, generator=g).half().to(DEVICE)
+        if epilogue == linear.SCALED:
+            self.weight = torch.randint(-127, 128, (n, k), generator=g, dtype=torch.int8).to(DEVICE)
+            self.scale = (torch.rand(n, generator=g) / 127 * k**-0.5).to(DEVICE)
 
     def run(self, tile: Tile, rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         out = torch.empty(rows, self.n, dtype=dtype, device=DEVICE)
-        residual = self.residual[:rows] if self.epilogue == linear.RESIDUAL else None
-        linear.launch(self.x[:rows], self.weight, out, residual, self.epilogue, tile, WAIT)
+        beside = self.residual[:rows] if self.epilogue == linear.RESIDUAL else None
+        beside = self.scale if self.epilogue == linear.SCALED else beside
+        linear.launch(self.x[:rows], self.weight, out, beside, self.epilogue, tile, WAIT)
         return out
 
     def reference(self, rows: int) -> torch.Tensor:
         if self.epilogue == linear.SWIGLU:
             return linear.swiglu_reference(self.x[:rows], self.weight)
+        if self.epilogue == linear.SCALED:
+            return linear.int8_linear_reference(self.x[:rows], self.weight, self.scale)
         residual = self.residual[:rows] if self.epilogue == linear.RESIDUAL else None
         return linear.linear_reference(self.x[:rows], self.weight, residual)
 

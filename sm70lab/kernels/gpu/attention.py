@@ -26,9 +26,9 @@ import triton
 import triton.language as tl
 
 from sm70lab.kernels.attention import apply_rotary, causal_attention
-from sm70lab.kernels.gpu.capability import has_dependent_launch, has_tensor_core_dots, shared_memory
+from sm70lab.kernels.gpu.capability import has_tensor_core_dots, shared_memory
 from sm70lab.kernels.gpu.cases import CompileCase
-from sm70lab.kernels.gpu.launch import let_next_kernel_start, wait_for_kernels_before
+from sm70lab.kernels.gpu.launch import launch_options, let_next_kernel_start, wait_for_kernels_before
 from sm70lab.kernels.gpu.linear import _eighths
 from sm70lab.kernels.norm import rms_norm
 
@@ -516,8 +516,7 @@ def gated_attention(
     if out is None:
         out = q_gate.new_empty(batch, tokens, heads * dim)
     device = keys.device
-    pdl = has_dependent_launch(device)
-    options = {"PDL": pdl} | ({"launch_pdl": True} if pdl else {})
+    options = launch_options(device)
     tile = tile or tile_for(dim, keys.dtype, device)
     rows, parts = tokens * heads // kv_heads, parts_of(capacity, tile.unit)
     scale = dim**-0.5 * math.log2(math.e)

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+from sm70lab.kernels.gpu.capability import has_dependent_launch
+
+
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """What every kernel of a round is launched with: dependent launches where the device has them."""
+    pdl = has_dependent_launch(device)
+    return {"PDL": pdl} | ({"launch_pdl": True} if pdl else {})
 
 
 @triton.jit

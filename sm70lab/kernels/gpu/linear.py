@@ -29,7 +29,7 @@ from sm70lab.kernels.gpu.launch import let_next_kernel_start, wait_for_kernels_b
 MAX_ROWS = 9
 PADDED_ROWS = 16  # of a tensor-core operand
 
-PLAIN, RESIDUAL, SWIGLU = 0, 1, 2  # epilogues
+PLAIN, RESIDUAL, SWIGLU, SCALED = 0, 1, 2, 3  # epilogues
 
 # ---------------------------------------------------------------- reference
 
@@ -46,6 +46,11 @@ def linear_parts_reference(x: torch.Tensor, weight: torch.Tensor, split: int) ->
     """x·Wᵀ in ``split`` equal parts of K, float32 [split, T, N]."""
     parts = zip(x.float().chunk(split, 1), weight.float().chunk(split, 1), strict=True)
     return torch.stack([F.linear(*part) for part in parts])
+
+
+def int8_linear_reference(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """(x·codesᵀ)·scale in float32: x [T, K], codes int8 [N, K], scale [N] → [T, N]."""
+    return F.linear(x.float(), codes.float()) * scale
 
 
 def swiglu_reference(x: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
@@ -95,7 +100,7 @@ def _linear_dot(
         x_mask = (row < rows)[:, None] if EVEN_K else (row < rows)[:, None] & left
         w_mask = (col < n)[:, None] if EVEN_K else (col < n)[:, None] & left
         tile = tl.load(inputs + begin, mask=x_mask, other=0.0)
-        w = tl.load(weights + begin, mask=w_mask, other=0.0, eviction_policy="evict_first")
+        w = tl.load(weights + begin, mask=w_mask, other=0, eviction_policy="evict_first").to(tile.dtype)
         acc = tl.dot(w, tl.trans(tile), acc) if WEIGHTS_FIRST else tl.dot(tile, tl.trans(w), acc)
         if EPILOGUE == 2:
             up = tl.load(ups + begin, mask=w_mask, other=0.0, eviction_policy="evict_first")
@@ -113,6 +118,8 @@ def _linear_dot(
     mask = (row < rows)[:, None] & (col < n)[None, :]
     if EPILOGUE == 1:
         acc += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    if EPILOGUE == 3:  # ``residual`` holds the columns' scales
+        acc *= tl.load(residual + col, mask=col < n, other=0.0)[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
@@ -146,7 +153,7 @@ def _multiply_add(x, w, acc):
 
 @triton.jit
 def _part(pointers, left, EVEN_K: tl.constexpr):
-    return tl.load(pointers) if EVEN_K else tl.load(pointers, mask=left, other=0.0)
+    return tl.load(pointers) if EVEN_K else tl.load(pointers, mask=left, other=0)
 
 
 @triton.jit
@@ -203,6 +210,8 @@ def _linear_fma(
         at = (part * ROWS + t) * n + col
         if EPILOGUE == 1:
             y += tl.load(residual + at, mask=col < n, other=0.0).to(tl.float32)
+        if EPILOGUE == 3:
+            y *= tl.load(residual + col, mask=col < n, other=0.0)
         tl.store(out + at, y.to(out.dtype.element_ty), mask=col < n)
 
 
@@ -334,6 +343,16 @@ def linear(
     return out
 
 
+def int8_linear(
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, exact: bool = True
+) -> torch.Tensor:
+    """(x·codesᵀ)·scale into ``out`` [T, N]: codes int8 [N, K], scale float32 [N]."""
+    n, k = codes.shape
+    tile = choose(n, k, len(x), x, exact)
+    launch(x, codes, out, scale, SCALED, tile, has_dependent_launch(x.device))
+    return out
+
+
 def parts_of(n: int, k: int, rows: int, like: torch.Tensor, exact: bool = True) -> int:
     """How many parts ``linear_parts`` makes of a weight of [n, k]."""
     return choose(n, k, rows, like, exact, parts=True).split
@@ -369,26 +388,30 @@ def compile_cases() -> Iterator[CompileCase]:
     """Every tile of the plain kernel, with every number of rows and epilogue. A V100 launches no dots."""
     signature = {"n": "i32", "k": "i32"}
     for tile, epilogues in (
-        (FMA_ONE, (PLAIN, RESIDUAL, SWIGLU)),
-        (FMA_ROWS, (PLAIN, RESIDUAL)),
+        (FMA_ONE, (PLAIN, RESIDUAL, SWIGLU, SCALED)),
+        (FMA_ROWS, (PLAIN, RESIDUAL, SCALED)),
         (FMA_SWIGLU, (SWIGLU,)),
     ):
         for rows in range(1, 2 if tile is FMA_ONE else MAX_ROWS + 1):
             for epilogue in epilogues:
                 for even in (True, False):
                     for given, out in DTYPES:
-                        if given != out and epilogue != PLAIN:
+                        if given != out and epilogue not in (PLAIN, SCALED):
+                            continue
+                        if epilogue == SCALED and out != "*fp32":  # draft logits
                             continue
                         constexprs = {
                             "ROWS": rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
                             "SPLIT": tile.split, "EVEN_K": even, "EPILOGUE": epilogue, "PDL": False,
                         }  # fmt: skip
-                        name = ("", " + residual", " swiglu")[epilogue]
+                        name = ("", " + residual", " swiglu", " int8")[epilogue]
                         label = (
                             f"linear{name}, {rows} rows, {tile.block_n}×{tile.block_k}"
                             f"{'' if even else ' uneven'} {given[1:]} → {out[1:]}"
                         )
                         types = dict.fromkeys(("x", "weight", "residual"), given) | signature | {"out": out}
+                        if epilogue == SCALED:
+                            types |= {"weight": "*i8", "residual": "*fp32"}
                         yield CompileCase(
                             _linear_fma, types, constexprs, tile.num_warps, 1, label, ("n", "k")
                         )

@@ -13,9 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sm70lab.kernels.gpu.capability import has_dependent_launch
 from sm70lab.kernels.gpu.cases import CompileCase
-from sm70lab.kernels.gpu.launch import let_next_kernel_start, wait_for_kernels_before
+from sm70lab.kernels.gpu.launch import launch_options, let_next_kernel_start, wait_for_kernels_before
 from sm70lab.kernels.norm import rms_norm as rms_norm_reference
 
 # ---------------------------------------------------------------- reference
@@ -164,9 +163,7 @@ def _layout(size: int) -> tuple[int, int]:
 
 def _options(x: torch.Tensor) -> dict[str, Any]:
     block, warps = _layout(x.shape[-1])
-    pdl = has_dependent_launch(x.device)
-    options: dict[str, Any] = {"BLOCK": block, "PDL": pdl, "num_warps": warps}
-    return options | ({"launch_pdl": True} if pdl else {})
+    return {"BLOCK": block, "num_warps": warps, **launch_options(x.device)}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:

@@ -24,9 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sm70lab.kernels.gpu.capability import has_dependent_launch
 from sm70lab.kernels.gpu.cases import CompileCase
-from sm70lab.kernels.gpu.launch import let_next_kernel_start, wait_for_kernels_before
+from sm70lab.kernels.gpu.launch import launch_options, let_next_kernel_start, wait_for_kernels_before
 
 MAX_TOP_K = 64
 MAX_ROWS = 16  # of one sequence: a power of two that holds 9
@@ -321,11 +320,6 @@ def lists(count: int, width: int, vocabulary: int, device: torch.device) -> List
     return Lists(best, torch.empty(count, blocks, dtype=torch.int32, device=device))
 
 
-def _options(device: torch.device) -> dict[str, bool]:
-    pdl = has_dependent_launch(device)
-    return {"PDL": pdl} | ({"launch_pdl": True} if pdl else {})
-
-
 def truncate_and_draw(
     logits: torch.Tensor,
     settings: torch.Tensor,
@@ -347,7 +341,7 @@ def truncate_and_draw(
     tokens, width, blocks = count // len(settings), out.ids.shape[1], space.best.shape[1]
     if logits.stride(1) != 1 or out.ids.stride(1) != 1 or out.ids.stride() != out.probs.stride():
         raise ValueError("logits and candidates must be contiguous in their last dimension")
-    options = _options(logits.device)
+    options = launch_options(logits.device)
     _block_top[(blocks, count)](
         logits, settings, space.best, space.finite, vocabulary, logits.stride(0), tokens,
         WIDTH=width, BLOCK=BLOCK, num_warps=WARPS["_block_top"], **options,
@@ -386,7 +380,7 @@ def accept(
     _accept[(batch,)](
         target.ids, target.probs, target.drawn, drafts, q_ids, q_probs, keys, position, out, counts, count,
         MATCH=match, ROWS=MAX_ROWS, WIDTH=width, num_warps=ACCEPT_WARPS[width],
-        **_options(drafts.device),
+        **launch_options(drafts.device),
     )  # fmt: skip
 
 

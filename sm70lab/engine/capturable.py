@@ -21,14 +21,10 @@ def no_capture(
     arch: Architecture, route: Route, dtype: torch.dtype, max_num_seqs: int, hazard: str
 ) -> str | None:
     """Why a round of this model along this route cannot be one CUDA graph; None where it can."""
-    if importlib.util.find_spec("triton") is None:
-        return "its kernels need Triton, which is not installed"
-    name = str(dtype).removeprefix("torch.")
+    if reason := no_captured_steps(arch, dtype):
+        return reason
     powers = (arch.gdn_key_dim, arch.gdn_value_dim)
     reasons = {
-        f"model.dtype={name}: its kernels compute with float16 or float32 weights": dtype not in DTYPES,
-        "which experts run depends on the data, and a captured graph does not": arch.num_experts > 0,
-        f"head_dim={arch.head_dim}: its attention takes {HEAD_DIMS}": arch.head_dim not in HEAD_DIMS,
         "attention_bias: its products add none": arch.attention_bias,
         f"GDN heads of {powers}: its kernels take powers of two": any(d & (d - 1) for d in powers),
         f"a convolution of {arch.conv_kernel}: its kernels take {CONV_WIDTH}": arch.conv_kernel != CONV_WIDTH,
@@ -45,6 +41,20 @@ def no_capture(
         f"hazard={hazard}: hazards act between a round's steps, where the host is not": hazard != "none",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def no_captured_steps(arch: Architecture, dtype: torch.dtype) -> str | None:
+    """Why no step of this model can be a CUDA graph; None where it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "its kernels need Triton, which is not installed"
+    if dtype not in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        return f"model.dtype={name}: its kernels compute with float16 or float32 weights"
+    if arch.num_experts:
+        return "which experts run depends on the data, and a captured graph does not"
+    if arch.head_dim not in HEAD_DIMS:
+        return f"head_dim={arch.head_dim}: its attention takes {HEAD_DIMS}"
+    return None
 
 
 def no_captured_sampling(s: Sampling) -> str | None:

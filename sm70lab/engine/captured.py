@@ -8,6 +8,7 @@ end a round late, and drops what was delivered after it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -37,6 +38,7 @@ from sm70lab.kernels.gpu.products import (
 )
 from sm70lab.schema import DraftSampling, Numerics, Proposal, Route, Sampling
 
+GREEDY = Sampling(temperature=0.0)
 AHEAD = 2  # rounds in flight: the one being read and the one being run
 
 
@@ -84,6 +86,7 @@ class WholeRound:
         self.tokens = integers(rows)  # to verify: the newest token, then the drafts
         self.delivered, self.count = integers(rows), integers(1)
         self.hidden = torch.zeros(rows, arch.hidden_size, dtype=model.dtype, device=device)  # of those rows
+        self.logits = torch.zeros(rows, len(model.head), device=device)  # float32, of those rows
         self.slot = integers(1)
         self.keys = integers(1, sampling.STREAMS.value)
         self.settings, self.draft_settings = torch.zeros(2, 1, 4, device=device).unbind(0)
@@ -107,7 +110,7 @@ class WholeRound:
 
     def prepare(self, asked: Sampling) -> None:
         """Compile and capture the round for requests sampled like this; the pools hold nothing yet."""
-        key = self._kind(asked)
+        key = self.kind(asked)
         if self.device.type != "cuda" or key in self.graphs:
             return
         self._set(asked, torch.zeros_like(self.keys))
@@ -118,28 +121,46 @@ class WholeRound:
             self._round(*key)
         self.graphs[key] = graph
 
-    def rounds(self, sequence: Sequence) -> Iterator[Told]:
-        """The rounds of a sequence whose prefill has delivered its first token, one after another."""
+    def rounds(
+        self, sequence: Sequence, ahead: bool = True, between: Callable[[], None] | None = None
+    ) -> Iterator[Told]:
+        """The rounds of a sequence whose prefill has delivered its first token, one after another.
+
+        ``ahead``: the next one runs while one is read. ``between`` is called between drafting and
+        verifying, for which the kernels are launched one by one, without a graph.
+        """
         rows, position = self.k + 1, self.store.position[sequence.slot]
         self._set(sequence.sampling, torch.from_numpy(sequence.noise.words())[None])
         table = round_state.values(position, 1, self.store.kind.accepted_when_whole, 1, max(self.k, 1))
         self.place.table.copy_(torch.tensor(table))
         self.tokens[0] = self.delivered[0] = sequence.output[-1]
         self.hidden[:1] = sequence.hidden
-        key = self._kind(sequence.sampling)
-        run: Callable[[], None] = (
-            self.graphs[key].replay if self.device.type == "cuda" else lambda: self._round(*key)
-        )
-        self.launch(run, 0)
-        number = 0
-        while True:
-            number += 1
-            self.launch(run, number % AHEAD)
-            before = (number - 1) % AHEAD
+        key = self.kind(sequence.sampling)
+        graph = None if between else self.graphs.get(key)
+        run: Callable[[], None] = graph.replay if graph else lambda: self._round(*key, between)
+        launched = 0
+        for read in itertools.count():
+            while launched <= read + ahead:
+                self.launch(run, launched % AHEAD)
+                launched += 1
             if self.events:
-                self.events[before].synchronize()
-            told = self.told[before].tolist()
+                self.events[read % AHEAD].synchronize()
+            told = self.told[read % AHEAD].tolist()
             yield Told(told[: told[rows]], bool(told[rows + 1]))
+
+    def feed(self, token: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step without drafts after a token of the caller's: hidden [1, H], logits [1, V]."""
+        store = self.store
+        if self.k:
+            raise ValueError("a token is fed to rounds without drafts")
+        table = round_state.values(store.position[0], 1, int(store.accepted[0, 0]), 1, 1)
+        self.place.table.copy_(torch.tensor(table))
+        self.tokens[0] = token
+        graph = self.graphs.get(key := self.kind(GREEDY))
+        graph.replay() if graph else self._round(*key)
+        store.position[0] += 1
+        store.accepted[:, 0] = 1
+        return self.hidden.clone(), self.logits.clone()
 
     def launch(self, run: Callable[[], None], place: int) -> None:
         """Start a round, and the copy of what it tells to ``told[place]``."""
@@ -148,7 +169,7 @@ class WholeRound:
         if self.events:
             self.events[place].record()
 
-    def _kind(self, asked: Sampling) -> tuple[int, bool]:
+    def kind(self, asked: Sampling) -> tuple[int, bool]:
         """What a graph is captured for: candidates a row, and whether acceptance is a match."""
         width = sampling.width_for(asked.top_k if asked.temperature > 0 else 1)
         return width, self.route.draft_sampling in (DraftSampling.token_matching, DraftSampling.coupled)
@@ -165,17 +186,19 @@ class WholeRound:
 
     # ------------------------------------------------------------------ the round
 
-    def _round(self, width: int, match: bool) -> None:
+    def _round(self, width: int, match: bool, between: Callable[[], None] | None = None) -> None:
         """Catch up and draft k, verify k + 1 rows, accept, and set the places of the next round."""
         rows, vocabulary = self.k + 1, len(self.model.head)
         round_state.rotary_rows(self.place, self.cos_table, self.sin_table, self.cos, self.sin)
-        q = self._candidates("q", max(self.k, 1), width, self._columns).rows
+        q = self.drafted(width)
         if self.k:
             self._draft(width)
-        logits = self._verify()
+        if between is not None:
+            between()
+        self._verify()
         p, space = self._candidates("p", rows, width, vocabulary)
         where = (self.keys, self.place.output)
-        sampling.truncate_and_draw(logits, self.settings, *where, Stream.target, space, p)
+        sampling.truncate_and_draw(self.logits, self.settings, *where, Stream.target, space, p)
         self._accept(match, p, q)
         round_state.advance(
             self.place, self.delivered, self.count, p.finite, q.finite, self.tokens, self.report
@@ -234,8 +257,8 @@ class WholeRound:
         self._feed_forward(mtp.layer, x, normed, mtp.norm, mtp.eps, out)
         return out
 
-    def _verify(self) -> torch.Tensor:
-        """The rows ``tokens`` from the committed state: ``hidden``, and logits [T, V] in float32."""
+    def _verify(self) -> None:
+        """The rows ``tokens`` from the committed state: ``hidden`` and ``logits``."""
         model, rows, size = self.model, self.k + 1, self.model.arch.hidden_size
         layers = list(model.decoder_layers())
         states, caches = iter(self.store.layers), iter(self.kv.layers)
@@ -252,8 +275,7 @@ class WholeRound:
             last = number == len(layers) - 1
             following = model.norm if last else layers[number + 1].input_norm
             self._feed_forward(layer, x, normed, following, layer.eps, self.hidden if last else normed)
-        logits = self._buffer("logits", rows, len(model.head), dtype=torch.float32)
-        return product(self.hidden, model.head, logits, self.exact)
+        product(self.hidden, model.head, self.logits, self.exact)
 
     def _gdn(self, layer: GatedDeltaNet, normed: torch.Tensor, state: LayerState) -> torch.Tensor:
         rows, heads = len(normed), self.heads
@@ -323,6 +345,10 @@ class WholeRound:
         if key not in self._buffers:
             self._buffers[key] = torch.empty(shape, dtype=dtype or self.model.dtype, device=self.device)
         return self._buffers[key]
+
+    def drafted(self, width: int) -> sampling.Rows:
+        """The distributions that this round's drafts tokens[1:] were drawn from."""
+        return self._candidates("q", max(self.k, 1), width, self._columns).rows
 
     def _candidates(self, name: str, count: int, width: int, vocabulary: int) -> _Candidates:
         key = (name, width)

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from sm70lab.engine import draft_head
+from sm70lab.engine.capturable import no_captured_request
 from sm70lab.engine.hazards import NONE, Hazard
 from sm70lab.engine.kv_cache import KVCache
 from sm70lab.engine.model import HybridModel
 from sm70lab.engine.noise import Stream
+from sm70lab.engine.played import CapturedSteps, PlayedSteps
 from sm70lab.engine.prefix_cache import PrefixCache
 from sm70lab.engine.recorded import Recorded
 from sm70lab.engine.rejection import Drafts, accept, one_hot
-from sm70lab.engine.routes import resolve
+from sm70lab.engine.routes import graph_is_whole, resolve
 from sm70lab.engine.sampling import Candidates, concatenate, sample, truncate
 from sm70lab.engine.sequence import Request, Sequence, Step
 from sm70lab.engine.state import LayerSnapshot, StateStore
-from sm70lab.errors import NonFiniteError
+from sm70lab.errors import NonFiniteError, UsageError
 from sm70lab.schema import DraftSampling, Proposal, Route, StateConfig, StateDtype
+
+if TYPE_CHECKING:
+    from sm70lab.engine.captured import Told, WholeRound
 
 # Which noise draws the drafts; modes that are not here draft the draft head's argmax.
 DRAFT_STREAM = {DraftSampling.probabilistic: Stream.draft, DraftSampling.coupled: Stream.target}
@@ -31,6 +37,11 @@ def state_dtype(route: Route, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32)
     resolved: torch.dtype = getattr(torch, route.state.dtype.value)
     return resolved
+
+
+def captures(device: torch.device) -> bool:
+    """Whether rounds can be CUDA graphs there."""
+    return device.type == "cuda"
 
 
 def chunk_end(state: StateConfig, begin: int, total: int) -> int:
@@ -60,7 +71,7 @@ class Decoder:
         arch, device = model.arch, model.device
         self.model, self.route, self.hazard = model, route, hazard
         self.k = route.draft_tokens
-        self.boundary = resolve(route, model.native)
+        self.boundary = resolve(route, model.native, captures(device))
         kept, how = state_dtype(route, model.dtype), self.boundary.arithmetic
         rows, slots = self.k + 1, max_num_seqs
         self.store = StateStore(arch, route.state.scheme, kept, model.dtype, device, rows, slots, how, hazard)
@@ -71,15 +82,29 @@ class Decoder:
         self.prefixes = PrefixCache(route.state.prefix_blocks, route.state.block_size)
         self.head = draft_head.build(route.draft_head.value, model.head, route.shortlist_size, frequent, how)
         self.width = max_num_seqs
-        self.recorded = (
-            Recorded(model, self.store, self.kv, self.mtp_kv, self.head, max_num_seqs)
-            if self.boundary.recorded
-            else None
-        )
+        self.recorded: PlayedSteps | None = None
+        self.captured: WholeRound | None = None
+        parts = (model, self.store, self.kv, self.mtp_kv, self.head)
+        if captures(device) and graph_is_whole(route):
+            from sm70lab.engine.captured import WholeRound  # imports Triton
+
+            self.captured = WholeRound(model, route, self.store, self.kv, self.mtp_kv, self.head)
+        elif self.boundary.recorded:
+            self.recorded = (
+                CapturedSteps(*parts, max_num_seqs, self.boundary)
+                if captures(device)
+                else Recorded(*parts, max_num_seqs)
+            )
+        self._told: Iterator[Told] = iter(())  # of the sequence in a captured round
         self.free = list(range(slots))
 
     def admit(self, request: Request) -> Sequence:
         """Give a request a free slot and whatever of its prompt the prefix cache has."""
+        if self.captured is not None:
+            if reason := no_captured_request(request, self.k):
+                raise UsageError(f"route.graph=full captured the round: {reason}")
+            with torch.inference_mode():
+                self.captured.prepare(request.sampling)
         slot = self.free.pop(0)
         noise = self.hazard.noise(request.noise)
         sequence = Sequence(request, slot, noise, list(request.prompt_ids))
@@ -126,7 +151,7 @@ class Decoder:
         )
         token = int(sample(candidates, sequence.noise, Stream.target, range(1)))
         sequence.deliver([token])
-        return Step([token], drafted=0)
+        return Step([token], drafted=0, logits=logits if sequence.request.keep_logits else None)
 
     def _pair(self, sequence: Sequence, position: int, hidden: torch.Tensor) -> None:
         """Give the draft head prompt rows [n, H] from ``position`` on, each with the prompt's next token."""
@@ -151,7 +176,22 @@ class Decoder:
     def round(self, sequences: list[Sequence], draft: bool = True) -> list[Step]:
         """One round of every sequence, or one step of one token each without drafts."""
         with torch.inference_mode():
+            if self.captured is not None:
+                return [self._captured_round(self.captured, *sequences)]
             return self._round(sequences, self.k if draft else 0)
+
+    def _captured_round(self, captured: WholeRound, sequence: Sequence) -> Step:
+        told = next(self._told_of(captured, sequence))
+        if not told.finite:
+            self._raise_non_finite(sequence)
+        sequence.deliver(told.tokens)
+        sequence.rounds += 1
+        return Step(told.tokens, drafted=self.k)
+
+    def _told_of(self, captured: WholeRound, sequence: Sequence) -> Iterator[Told]:
+        if not sequence.rounds:
+            self._told = captured.rounds(sequence)
+        return self._told
 
     def _round(self, sequences: list[Sequence], k: int) -> list[Step]:
         drafts = self._draft(sequences, k)
@@ -168,7 +208,8 @@ class Decoder:
             target = truncate(ruled, sequence.sampling, arithmetic=self.boundary.arithmetic)
             positions = range(position, position + k + 1)
             accepted = accept(self.route.draft_sampling, target, drafts[b], sequence.noise, positions)
-            steps.append(Step(accepted, drafted=k))
+            kept = checked[: len(accepted)] if sequence.request.keep_logits else None
+            steps.append(Step(accepted, drafted=k, logits=kept))
             self._cross_edge(b, sequence, hidden[b], len(accepted))
             sequence.hidden = hidden[b, : len(accepted)]
             sequence.deliver(accepted)
@@ -181,7 +222,6 @@ class Decoder:
         if self.recorded is not None:
             metadata = self.store.begin(slots, tokens.shape[1], prefill=False)
             hidden, logits = self.recorded.verify(tokens, metadata)
-            self.store.advance_in_place()
             return hidden, logits[:live]
         hidden = self.model.run(tokens, slots, self.store, self.kv, prefill=False, boundary=self.boundary)
         return hidden, self.model.logits(hidden[:live], self.boundary.arithmetic)
@@ -287,8 +327,11 @@ class Decoder:
 
     def _finite(self, logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
         """The same logits [T, V]; raises ``NonFiniteError`` with the layer and the round."""
-        if bool(torch.isfinite(logits.sum())):
-            return logits
+        if not bool(torch.isfinite(logits.sum())):
+            self._raise_non_finite(sequence)
+        return logits
+
+    def _raise_non_finite(self, sequence: Sequence) -> NoReturn:
         layer = self._first_non_finite_layer(sequence)
         where = (
             "a from-scratch replay is finite, so the kept state is damaged"

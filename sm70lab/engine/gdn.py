@@ -201,6 +201,7 @@ def _rows_one_by_one(
 
 ROWS = {
     Arithmetic.plain: _rows,
+    Arithmetic.captured: _rows,
     Arithmetic.by_row: _rows_one_by_one,
     Arithmetic.native: _native_rows,
 }

@@ -11,6 +11,7 @@ from sm70lab.kernels.attention import apply_rotary, causal_attention
 from sm70lab.kernels.norm import rms_norm
 from sm70lab.kernels.rows import by_row
 
+PREFILL_ROWS = 64  # at a time: their scores then stay in the processor's cache
 LayerKV = tuple[torch.Tensor, torch.Tensor]  # keys, values [N, Hkv, capacity, D]
 
 
@@ -62,6 +63,10 @@ def gated_attention(
     if arithmetic is Arithmetic.native:
         norms = (q_norm, k_norm, eps)
         return native.gated_attention(q_gate, k, v, *norms, cos, sin, keys, values, slots, start)
+    if arithmetic is Arithmetic.captured:
+        return _captured_attention(
+            q_gate, k, v, (q_norm, k_norm), (cos, sin), (keys, values), slots, start, eps
+        )
     batch, tokens, _ = k.shape
     dim = keys.shape[-1]
     q, gate = q_gate.view(batch, tokens, -1, 2 * dim).chunk(2, dim=-1)
@@ -75,17 +80,32 @@ def gated_attention(
         end = first + tokens
         keys[slot, :, first:end] = k[b].transpose(0, 1)
         values[slot, :, first:end] = v[b].transpose(0, 1)
-        width = tokens if arithmetic is Arithmetic.plain else 1
-        outputs += [
-            causal_attention(
-                q[b : b + 1, t : t + width],
-                keys[slot : slot + 1, :, : first + t + width],
-                values[slot : slot + 1, :, : first + t + width],
-            )
-            for t in range(0, tokens, width)
-        ]
+        width = PREFILL_ROWS if arithmetic is Arithmetic.plain else 1
+        for t in range(0, tokens, width):
+            newest = min(t + width, tokens)
+            read = (slice(slot, slot + 1), slice(None), slice(first + newest))
+            outputs.append(causal_attention(q[b : b + 1, t:newest], keys[read], values[read]))
     o = torch.cat(outputs, dim=1).view(batch, tokens, -1)
     gate = gate.reshape(o.shape)
     if arithmetic is Arithmetic.by_row:
         return by_row(lambda *row: row[0] * torch.sigmoid(row[1]), [o, gate])
     return o * torch.sigmoid(gate)
+
+
+def _captured_attention(
+    q_gate: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor],
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    kv: LayerKV,
+    slots: torch.Tensor,
+    start: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """The GPU's kernel, which reads slots and positions on the device."""
+    from sm70lab.kernels.gpu import attention  # imports Triton
+
+    batch, tokens, _ = k.shape
+    room = attention.workspace(batch, tokens, q_gate.shape[-1] // (2 * kv[0].shape[-1]), kv[0])
+    return attention.gated_attention(q_gate, k, v, *norms, *rotary, *kv, slots, start, eps, room)

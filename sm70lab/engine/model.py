@@ -119,15 +119,20 @@ class HybridModel(nn.Module):
             self.head = nn.Buffer(weights.read("lm_head.weight").to(dtype))
         self.mtp = MTPHead(arch, weights, dtype) if arch.mtp_layers else None
         self.native = False  # whether rounds may run the C++ kernels
+        self.pieces = False  # whether a compiled round's outputs lie in memory that its next run overwrites
         self._round_forward = self.forward
         self._round_draft = self._draft
 
-    def compile_rounds(self, backend: Backend = "inductor") -> None:
+    def compile_rounds(self, backend: Backend = "inductor", pieces: bool = False) -> None:
         """Compile the verify (or one-row) step and the draft step, each into one graph a shape.
 
         A graph is chosen by phase, never by shape: prefills stay eager, their row counts vary.
+        ``pieces``: what lies between opaque operators is replayed as CUDA graphs.
         """
-        compiled = partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)
+        self.pieces = pieces
+        options: dict[str, Any] = {"triton.cudagraphs": True, "graph_partition": True}
+        more = {"options": options} if pieces else {}
+        compiled = partial(torch.compile, backend=backend, dynamic=False, fullgraph=True, **more)
         self._round_forward = compiled(self.forward)
         if not self.native:  # nothing is left to fuse there, and the dispatcher would cost a tenth of a round
             self._round_draft = compiled(self._draft)
@@ -195,9 +200,20 @@ class HybridModel(nn.Module):
     ) -> torch.Tensor:
         """Open a round on ``store``, run the rows, hand the new states back; the caller commits."""
         metadata = store.begin(slots, tokens.shape[1], prefill)
-        room = store.rows if prefill else 0
         if prefill:
             boundary = replace(boundary, opaque=Opaque.nothing, arithmetic=Arithmetic.plain, packed=False)
+        return self.run_rows(tokens, store, kv, metadata, store.rows if prefill else 0, boundary)
+
+    def run_rows(
+        self,
+        tokens: torch.Tensor,
+        store: StateStore,
+        kv: KVCache,
+        metadata: Metadata,
+        room: int,
+        boundary: Boundary,
+    ) -> torch.Tensor:
+        """``run`` in a round that is open: nothing here waits for the device."""
         forward = self.forward if boundary.opaque is Opaque.nothing else self._round_forward
         # Outside the graph: a compiler's own cosine may depend on how many rows it takes at once.
         rotary = self.rotary(metadata.start, tokens.shape[1], boundary.arithmetic)
@@ -210,7 +226,7 @@ class HybridModel(nn.Module):
         else:
             hidden, states = forward(tokens, store.layers, metadata, *settings)
         store.advance(states, metadata)
-        return hidden
+        return hidden.clone() if self.pieces else hidden
 
     def first_non_finite_layer(self, tokens: torch.Tensor, store: StateStore, kv: KVCache) -> int | None:
         """The first layer with a non-finite output when ``tokens`` [1, T] run from an empty state."""
@@ -248,7 +264,8 @@ class HybridModel(nn.Module):
             )
             slots = torch.cat((slots, slots.new_full((missing,), pool - 1)))
         rotary = self.rotary(start, tokens.shape[1], boundary.arithmetic)
-        return self._round_draft(tokens, hidden, rotary, kv.layers[0], slots, start, boundary)[:count]
+        out = self._round_draft(tokens, hidden, rotary, kv.layers[0], slots, start, boundary)[:count]
+        return out.clone() if self.pieces else out
 
     def _draft(
         self,

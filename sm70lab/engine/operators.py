@@ -272,6 +272,8 @@ def _shape_of_moe(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
+# route.graph=piecewise: graphs hold what lies between these operators, never the operators.
+_OUTSIDE_GRAPHS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
 _library = torch.library.Library("sm70lab", "DEF")
 for _name, _run, _fake in (
     ("gdn_input_projection", _gdn_input_projection, _shapes_of_input_projection),
@@ -283,6 +285,6 @@ for _name, _run, _fake in (
     ("gated_attention", _gated_attention, _shape_of_attention),
     ("sparse_moe", _sparse_moe, _shape_of_moe),
 ):
-    _library.define(_name + SCHEMAS[_name])
+    _library.define(_name + SCHEMAS[_name], tags=_OUTSIDE_GRAPHS)
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"sm70lab::{_name}", _fake, lib=_library)

@@ -1,8 +1,7 @@
 """``graph=full`` on a CPU: a round's steps as lists of native calls, recorded once and played as one call.
 
-Nothing of Python is left between the layers: what a captured CUDA graph is to a GPU. All metadata lives
-in tensors that stay where they are and are read when the tape plays, so nothing can go stale in it. The
-functions are those of the eager round with native arithmetic, in the same order: the same bits.
+Nothing of Python is left between the layers: what a captured CUDA graph is to a GPU. The functions are
+those of the eager round with native arithmetic, in the same order: the same bits.
 """
 
 from __future__ import annotations
@@ -17,86 +16,37 @@ from sm70lab.engine.gdn_layer import GatedDeltaNet
 from sm70lab.engine.kv_cache import KVCache, LayerKV
 from sm70lab.engine.mlp import DenseMLP
 from sm70lab.engine.model import DecoderLayer, HybridModel
+from sm70lab.engine.played import Outputs, PlayedSteps
 from sm70lab.engine.schemes import Rows
 from sm70lab.engine.state import LayerState, Metadata, StateStore
 from sm70lab.kernels import native
 from sm70lab.kernels.native import Tape
 
 
-class Recorded:
-    """The verify step and the draft steps of one decoder, for batches of ``width`` rows."""
+class Recorded(PlayedSteps):
+    """Steps as tapes of native calls."""
 
     def __init__(
         self, model: HybridModel, store: StateStore, kv: KVCache, mtp_kv: KVCache, head: DraftHead, width: int
     ) -> None:
-        self.model, self.store, self.kv, self.mtp_kv, self.head = model, store, kv, mtp_kv, head
-        integers = torch.zeros(4, width, dtype=torch.int64)
-        self.metadata = Metadata(*integers.unbind(0))
-        self.draft_slots, self.draft_start = torch.zeros(2, width, dtype=torch.int64).unbind(0)
-        self.tokens = torch.zeros(width, store.rows, dtype=torch.int64)
-        self.width = width
-        self._steps: dict[tuple[str, int], tuple[Tape, tuple[torch.Tensor, ...]]] = {}
-        hidden_size = model.arch.hidden_size
-        self._rows_in = torch.zeros(width, store.rows, hidden_size, dtype=model.dtype)
-        self._row_in = torch.zeros(width, 1, hidden_size, dtype=model.dtype)
+        super().__init__(model, store, kv, mtp_kv, head, width)
+        self._steps: dict[tuple[str, int], tuple[Tape, Outputs]] = {}
 
     def verify(self, tokens: torch.Tensor, metadata: Metadata) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows [B, T] of an open round: hidden states [B, T, H] and logits [B, T, V], the pools written."""
-        for mine, given in zip(vars(self.metadata).values(), vars(metadata).values(), strict=True):
-            mine.copy_(given)
-        rows = tokens.shape[1]
-        ids = self.tokens.view(-1)[: tokens.numel()].view(tokens.shape).copy_(tokens)
-        hidden, logits = self._play("verify", rows, lambda: self._verify(ids))
-        return hidden.clone(), logits
+        """As ``PlayedSteps.verify``; a hazard acts on the pools behind the tape."""
+        played = super().verify(tokens, metadata)
+        self.store.advance_in_place()
+        return played
 
-    def catch_up(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, slots: torch.Tensor, start: torch.Tensor
-    ) -> torch.Tensor:
-        """The draft head on rows [B', k + 1] of B' ≤ B sequences: [B', k + 1, H]."""
-        count = len(tokens)
-        self._place(slots, start)
-        self.tokens[:count] = tokens
-        self._rows_in[:count] = hidden
-        (out,) = self._play("catch up", 0, lambda: (self._draft(self.tokens, self._rows_in),))
-        return out[:count]
-
-    def first_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Draft logits [B', V′] of the rows [B', 1, H] that the drafts go on from."""
-        self._row_in[: len(hidden)] = hidden
-        (logits,) = self._play("head", 0, lambda: (self.head.logits(self._row_in[:, 0]),))
-        return logits[: len(hidden)]
-
-    def next_logits(self, tokens: torch.Tensor, slots: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-        """Draft logits after the drafts ``tokens`` [B']; the step's output is the next step's input."""
-        count = len(tokens)
-        self._place(slots, start)
-        ids = self.tokens.view(-1)[: self.width].view(self.width, 1)
-        ids[:count, 0] = tokens
-        (logits,) = self._play("draft", 0, lambda: self._draft_one(ids))
-        return logits[:count]
-
-    # ------------------------------------------------------------------ what is recorded
-
-    def _play(
-        self, name: str, rows: int, record: Callable[[], tuple[torch.Tensor, ...]]
-    ) -> tuple[torch.Tensor, ...]:
-        """Record a step, which runs it, or play what was recorded before."""
+    def _play(self, name: str, rows: int, run: Callable[[], Outputs]) -> Outputs:
         step = self._steps.get((name, rows))
         if step is None:
             with native.recording() as tape:
-                outputs = record()
+                outputs = run()
             self._steps[name, rows] = (tape, outputs)
             return outputs
         step[0].play()
         return step[1]
-
-    def _place(self, slots: torch.Tensor, start: torch.Tensor) -> None:
-        """Padded rows draft in the scratch slot, at its beginning."""
-        count = len(slots)
-        self.draft_slots[:count], self.draft_start[:count] = slots, start
-        if count < self.width and self.store.scratch is not None:
-            self.draft_slots[count:] = self.store.scratch
-            self.draft_start[count:] = 0
 
     def _verify(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         model, m = self.model, self.metadata

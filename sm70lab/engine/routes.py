@@ -31,7 +31,7 @@ class Boundary:
     arithmetic: Arithmetic = Arithmetic.plain  # of rounds; prefills run plain
     in_context: bool = False  # the core looks its state up in the forward context by layer number
     packed: bool = False  # rounds of one row run ``gdn.packed_step``
-    recorded: bool = False  # rounds are recorded native calls (``engine.recorded``)
+    recorded: bool = False  # rounds are played back: native calls on a CPU, CUDA graphs on a GPU
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,19 @@ CUTS = {
 }
 
 
-def arithmetic(route: Route, native: bool) -> Arithmetic:
+def arithmetic(route: Route, native: bool, captures: bool = False) -> Arithmetic:
     """How a round's products are computed; the native kernels are exact by construction."""
     if native:
         return Arithmetic.native
+    if captures and route.graph is GraphMode.full:
+        return Arithmetic.captured
     return Arithmetic.by_row if route.numerics is Numerics.exact else Arithmetic.plain
 
 
-def resolve(route: Route, native: bool = False) -> Boundary:
+def resolve(route: Route, native: bool = False, captures: bool = False) -> Boundary:
     """The boundary that a route's flags ask for. Raises ``UsageError`` for contradictory flags.
+
+    ``native``: rounds run the C++ kernels. ``captures``: the device has CUDA graphs.
 
     | flag | input projection | core | output projection | state and metadata |
     |---|---|---|---|---|
@@ -81,6 +85,22 @@ def resolve(route: Route, native: bool = False) -> Boundary:
     Without ``compile`` nothing is traced, so the stages are plain calls; a context route looks its
     state up in the forward context all the same.
     """
+    asked = check_flags(route)
+    _check_packed(route)
+    _check_graph(route)
+    cut = CUTS[asked[0]] if asked else SPLIT
+    return Boundary(
+        cut.opaque if route.compile else Opaque.nothing,
+        contiguous_qkv=route.spec_core_003,
+        arithmetic=arithmetic(route, native, captures),
+        in_context=cut.in_context,
+        packed=route.packed_recurrent,
+        recorded=route.graph is GraphMode.full,
+    )
+
+
+def check_flags(route: Route) -> list[str]:
+    """The boundary flags that are set. Raises ``UsageError`` where two of them contradict each other."""
     asked = [name for name in CUTS if getattr(route, name)]
     for first, second in combinations(asked, 2):
         one, other = CUTS[first], CUTS[second]
@@ -89,17 +109,7 @@ def resolve(route: Route, native: bool = False) -> Boundary:
                 f"route.{first}=true and route.{second}=true contradict each other: the first {one.what}, "
                 f"the second {other.what}; set one of them"
             )
-    _check_packed(route)
-    _check_graph(route)
-    cut = CUTS[asked[0]] if asked else SPLIT
-    return Boundary(
-        cut.opaque if route.compile else Opaque.nothing,
-        contiguous_qkv=route.spec_core_003,
-        arithmetic=arithmetic(route, native),
-        in_context=cut.in_context,
-        packed=route.packed_recurrent,
-        recorded=route.graph is GraphMode.full,
-    )
+    return asked
 
 
 def _check_packed(route: Route) -> None:
@@ -120,19 +130,44 @@ def _check_packed(route: Route) -> None:
 
 
 def _check_graph(route: Route) -> None:
-    if route.graph is GraphMode.none:
-        return
     asked = f"route.graph={route.graph.value}"
-    if route.graph is not GraphMode.full:
+    if route.graph is GraphMode.full_and_piecewise:
         raise UsageError(
-            f"{asked}: CUDA graphs are not captured yet; use route.graph=none, or full on a CPU with native "
-            "kernels"
+            f"{asked}: prefills are not compiled, so there is nothing to cut there; use full or piecewise"
         )
-    rivals = [name for name in (*CUTS, "packed_recurrent", "compile") if getattr(route, name)]
-    if rivals:
+    if route.graph is GraphMode.piecewise and not route.compile:
         raise UsageError(
-            f"{asked} and route.{rivals[0]}=true contradict each other: the whole round is one recorded list "
-            "of native calls, with nothing left to cut, look up or trace; set one of them"
+            f"{asked} and route.compile=false contradict each other: pieces are what the compiler traced "
+            "between opaque operators; set route.compile=true"
+        )
+
+
+def graph_is_whole(route: Route) -> bool:
+    """Whether the route asks for a graph of the whole round, with nothing cut, looked up or traced in it."""
+    return route.graph is GraphMode.full and not _cut_or_traced(route)
+
+
+def _cut_or_traced(route: Route) -> list[str]:
+    return [name for name in (*CUTS, "packed_recurrent", "compile") if getattr(route, name)]
+
+
+def check_graph(route: Route, device: str) -> None:
+    """Raises ``UsageError`` where this type of device has no such graph."""
+    asked = f"route.graph={route.graph.value}"
+    if device == "cuda":
+        if route.graph is GraphMode.full and not graph_is_whole(route) and route.numerics is Numerics.exact:
+            raise UsageError(
+                f"{asked} and route.numerics=exact contradict each other in a route that is cut or traced: "
+                "its products take all rows at once; use route=whole_round, or numerics=fast"
+            )
+        return
+    if route.graph is GraphMode.piecewise:
+        raise UsageError(f"{asked}: CUDA graphs are captured on a GPU, not on a {device}; use none")
+    rivals = _cut_or_traced(route)
+    if route.graph is GraphMode.full and rivals:
+        raise UsageError(
+            f"{asked} and route.{rivals[0]}=true contradict each other: on a CPU the whole round is one "
+            "recorded list of native calls, with nothing left to cut, look up or trace; set one of them"
         )
 
 

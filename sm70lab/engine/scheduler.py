@@ -2,7 +2,8 @@
 
 Requests wait in a queue. While a sequence is in its prefill, each turn runs one chunk of it, and
 the sequences that decode get a step without drafts beside it; otherwise each turn is one round of
-all of them. A finished sequence gives its slot to the next request at once.
+all of them, and one step of those whose requests want no drafts. A finished sequence gives its slot to
+the next request at once.
 """
 
 from __future__ import annotations
@@ -37,14 +38,16 @@ class Scheduler:
     def turns(self) -> Iterator[tuple[int, Step]]:
         """(request number, its step), until nothing waits or runs; the caller calls ``finish``."""
         while self.waiting or self.running:
-            while self.waiting and self.decoder.free:
-                number, request = self.waiting.popleft()
-                self.running[number] = self.decoder.admit(request)
-            yield from self._turn()
+            yield from self.turn()
 
-    def _turn(self) -> Iterator[tuple[int, Step]]:
+    def turn(self) -> Iterator[tuple[int, Step]]:
+        """One turn: what waits takes the free slots, then a prefill chunk, a round, or both."""
+        while self.waiting and self.decoder.free:
+            number, request = self.waiting.popleft()
+            self.running[number] = self.decoder.admit(request)
         decoding = [n for n, sequence in self.running.items() if not sequence.in_prefill]
         prefilling = [n for n, sequence in self.running.items() if sequence.in_prefill]
+        drafting = [n for n in decoding if self.running[n].request.drafts and not prefilling]
         if prefilling:
             sequence, started = self.running[prefilling[0]], time.perf_counter()
             step = self.decoder.prefill(sequence)
@@ -52,13 +55,18 @@ class Scheduler:
             if step is not None:
                 step.seconds = sequence.prefill_seconds
                 yield prefilling[0], step
-        decoding = [n for n in decoding if n in self.running]
-        if decoding:
-            started = time.perf_counter()
-            steps = self.decoder.round([self.running[n] for n in decoding], draft=not prefilling)
-            share = (time.perf_counter() - started) / len(steps)
-            for step in steps:
-                step.seconds = share
-            for number, round_step in zip(decoding, steps, strict=True):
-                if number in self.running:
-                    yield number, round_step
+        yield from self._round(drafting, draft=True)
+        yield from self._round([n for n in decoding if n not in drafting], draft=False)
+
+    def _round(self, numbers: list[int], draft: bool) -> Iterator[tuple[int, Step]]:
+        numbers = [n for n in numbers if n in self.running]  # the caller may have finished some by now
+        if not numbers:
+            return
+        started = time.perf_counter()
+        steps = self.decoder.round([self.running[n] for n in numbers], draft)
+        share = (time.perf_counter() - started) / len(steps)
+        for step in steps:
+            step.seconds = share
+        for number, round_step in zip(numbers, steps, strict=True):
+            if number in self.running:
+                yield number, round_step

@@ -21,6 +21,8 @@ class Request:
     sampling: Sampling
     noise: KeyedNoise
     stop_ids: frozenset[int] = frozenset()
+    drafts: bool = True  # False: its rounds are steps of one token, whatever the route drafts
+    keep_logits: bool = False  # its steps carry the logits of their tokens
 
 
 @dataclass
@@ -30,6 +32,8 @@ class Step:
     tokens: list[int]
     drafted: int
     seconds: float = 0.0  # this sequence's share of the wall time: a round's is shared by its batch
+    # [len(tokens), V] before penalties and cuts; good until the next step, which may write over them
+    logits: torch.Tensor | None = None
 
 
 @dataclass

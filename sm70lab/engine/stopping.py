@@ -19,6 +19,7 @@ class Delivery:
         self.max_tokens = max_tokens
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
+        self.stop_string: str | None = None  # the one that ended it
         self._pieces: list[str] = []
         self._tail = ""  # enough of the text's end to find a stop string across pieces
         self._reach = max((len(s) for s in stop_strings), default=1) - 1
@@ -27,6 +28,14 @@ class Delivery:
     def text(self) -> str:
         """Everything delivered so far."""
         return "".join(self._pieces)
+
+    @property
+    def held(self) -> int:
+        """Characters at the end of ``text`` that may turn out to begin a stop string."""
+        if self.finish_reason:
+            return 0
+        ends = (n for s in self.stop_strings for n in range(1, len(s)) if self._tail.endswith(s[:n]))
+        return max(ends, default=0)
 
     def push(self, tokens: list[int]) -> int:
         """Deliver tokens until a reason to stop; returns how many were delivered."""
@@ -45,10 +54,11 @@ class Delivery:
         if not self.stop_strings:
             return False
         window = self._tail + piece
-        found = [at for at in (window.find(s) for s in self.stop_strings) if at >= 0]
+        found = [(at, s) for s in self.stop_strings if (at := window.find(s)) >= 0]
         if found:
+            first, self.stop_string = min(found)
             kept = self.text
-            self._pieces = [kept[: len(kept) - len(window) + min(found)]]
+            self._pieces = [kept[: len(kept) - len(window) + first]]
             return True
         self._tail = window[-self._reach :] if self._reach else ""
         return False

@@ -16,17 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from sm70lab.engine.decoder import Decoder
 from sm70lab.engine.rejection import Drafts
+from sm70lab.engine.sampling import Candidates
 from sm70lab.engine.scheduler import Scheduler
-from sm70lab.engine.sequence import Request, Sequence
+from sm70lab.engine.sequence import Request, Sequence, Step
 from sm70lab.engine.state import LayerSnapshot
 from sm70lab.errors import NonFiniteError
 from sm70lab.judge.shadow import Shadow
-from sm70lab.kernels.arithmetic import Arithmetic
+
+if TYPE_CHECKING:
+    from sm70lab.engine.captured import Told, WholeRound
 
 # Largest relative RMS of a state where bits may differ (another chunking, plain products), by dtype.
 STATE_LIMIT = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.2}
@@ -84,6 +88,28 @@ class ProbedDecoder(Decoder):
     def _finite(self, logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
         self.logits_of[sequence.slot] = logits
         return super()._finite(logits, sequence)
+
+    def _told_of(self, captured: WholeRound, sequence: Sequence) -> Iterator[Told]:
+        """Each round is read before the next begins; with a script its kernels are launched one by one."""
+        if not sequence.rounds:
+            scripted = bool(self.script and self.k)
+            between = (lambda: self._script_captured(captured, sequence)) if scripted else None
+            self._told = captured.rounds(sequence, ahead=False, between=between)
+        return self._told
+
+    def _captured_round(self, captured: WholeRound, sequence: Sequence) -> Step:
+        step = super()._captured_round(captured, sequence)
+        self.logits_of[sequence.slot] = captured.logits[: len(step.tokens)].clone()
+        self.drafts_of[sequence.slot] = captured.tokens[1:].tolist()
+        self.store.position[sequence.slot] += len(step.tokens)
+        self.store.accepted[:, sequence.slot] = len(step.tokens)
+        return step
+
+    def _script_captured(self, captured: WholeRound, sequence: Sequence) -> None:
+        q = captured.drafted(captured.kind(sequence.sampling)[0])
+        if self.script and (known := self.script.get(sequence.slot)):
+            drafts = Drafts(captured.tokens[1:], Candidates(q.ids, q.probs))
+            self._from_script(drafts, known, len(sequence.output), self.k)
 
     def _draft(self, sequences: list[Sequence], k: int) -> list[Drafts]:
         found = super()._draft(sequences, k)
@@ -163,7 +189,9 @@ class _Followed:
         for layer, what, worst in _differences(found, self.shadow.states()):
             run.states += 1
             run.worst_state = max(run.worst_state, worst)
-            if worst > (0 if bits else STATE_LIMIT[decoder.model.dtype]):
+            # Captured rounds fold in their kernel's order of operations, a snapshot in PyTorch's.
+            exact = bits and decoder.captured is None
+            if worst > (0 if exact else STATE_LIMIT[decoder.model.dtype]):
                 position = decoder.store.position[sequence.slot]
                 where = f"{what} of GDN layer {layer}, round {sequence.rounds}, position {position}"
                 run.find("ST", f"{where}: off by {worst:.3g} (relative RMS)")
@@ -171,7 +199,9 @@ class _Followed:
     @staticmethod
     def _bits_must_agree(decoder: ProbedDecoder, run: Run) -> bool:
         """A state out of the prefix cache was made in other chunks, and plain products round by row count."""
-        return decoder.boundary.arithmetic is not Arithmetic.plain and not run.reused
+        if decoder.captured is not None:
+            return decoder.captured.exact
+        return not decoder.boundary.arithmetic.whole and not run.reused
 
 
 def _differences(found: list[LayerSnapshot], wanted: list[LayerSnapshot]) -> Iterator[tuple[int, str, float]]:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from sm70lab.engine import reference
+from sm70lab.engine.decoder import captures
 from sm70lab.engine.hazards import hazard_named
 from sm70lab.engine.model import HybridModel
 from sm70lab.engine.noise import KeyedNoise
+from sm70lab.engine.routes import graph_is_whole
 from sm70lab.engine.sequence import Request
 from sm70lab.judge import audit
 from sm70lab.judge.exactness import Finding, ProbedDecoder, Run, follow
@@ -77,7 +79,9 @@ class Prover:
         """Everything, twice, in one process; after a fault the rest is left out."""
         started = time.perf_counter()
         config = self.config
-        width = max(config.target.max_num_seqs, 2)
+        # A captured round runs one sequence: the batches' prompts then follow one another in its slot.
+        alone = captures(self.model.device) and graph_is_whole(config.route)
+        width = 1 if alone else max(config.target.max_num_seqs, 2)
         reasons = [
             hazard_named(config.hazard).cannot_act(route, self.sampled, width) for route in self._routes()
         ]

@@ -7,6 +7,7 @@ As long as every token was the one it expected, it *is* the no-draft run of the 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,9 @@ from sm70lab.engine.sampling import Candidates, LogitsRules, truncate
 from sm70lab.engine.sequence import Request
 from sm70lab.engine.state import LayerSnapshot, StateStore
 
+if TYPE_CHECKING:
+    from sm70lab.engine.captured import WholeRound
+
 
 class Shadow:
     """Follows one request along a decoder's model and arithmetic: eager, no drafts, slots of one row."""
@@ -28,14 +32,29 @@ class Shadow:
         self.boundary = replace(decoder.boundary, opaque=Opaque.nothing)
         how = self.boundary.arithmetic
         wide = torch.promote_types(model.dtype, torch.float32)
-        self.store = StateStore(model.arch, "slots", wide, model.dtype, model.device, arithmetic=how)
+        scheme = "slots" if decoder.captured is None else "replay"
+        self.store = StateStore(model.arch, scheme, wide, model.dtype, model.device, arithmetic=how)
         layers = model.arch.layer_types.count("full_attention")
         self.kv = KVCache(model.arch, layers, capacity, model.dtype, model.device)
         self.mtp_kv = KVCache(model.arch, model.arch.mtp_layers, capacity, model.dtype, model.device)
         self.rules = LogitsRules(request.sampling, list(request.prompt_ids), request.stop_ids)
         self.output: list[int] = []
         self.hidden = self.logits = torch.empty(0)  # [1, H] and [1, V] of the last row
+        self.captured = self._captured(decoder)
         self._prefill()
+
+    @torch.inference_mode()
+    def _captured(self, decoder: Decoder) -> WholeRound | None:
+        """The same kernels, one row at a time, where the decoder's rounds are captured."""
+        if decoder.captured is None:
+            return None
+        from sm70lab.engine.captured import GREEDY, WholeRound  # imports Triton
+
+        route = replace(decoder.route, draft_tokens=0)
+        whole = WholeRound(self.model, route, self.store, self.kv, self.mtp_kv, decoder.head)
+        whole.prepare(GREEDY)
+        self.store.reset(0)
+        return whole
 
     @torch.inference_mode()
     def _prefill(self) -> None:
@@ -51,6 +70,9 @@ class Shadow:
         self.hidden = self.hidden[-1:]
 
     def _run(self, tokens: list[int], prefill: bool) -> None:
+        if self.captured is not None and not prefill:
+            self.hidden, self.logits = self.captured.feed(tokens[0])
+            return
         ids = torch.tensor([tokens], device=self.model.device)
         self.hidden = self.model.run(ids, [0], self.store, self.kv, prefill, self.boundary)[0]
         self.store.commit([len(tokens)])

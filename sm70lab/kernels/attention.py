@@ -35,8 +35,8 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     batch, tokens, heads, dim = q.shape
     kv_heads, length = k.shape[1], k.shape[2]
     group = heads // kv_heads
-    grouped = q.transpose(1, 2).reshape(batch, kv_heads, group * tokens, dim)
-    scores = (grouped @ k.transpose(-1, -2)) * dim**-0.5
+    grouped = (q * dim**-0.5).transpose(1, 2).reshape(batch, kv_heads, group * tokens, dim)
+    scores = grouped @ k.transpose(-1, -2)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if tokens > 1:
         future = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)

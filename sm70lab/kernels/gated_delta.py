@@ -94,15 +94,14 @@ def gated_delta_chunk(
     # Padding with g = 0, beta = 0 and k = 0 leaves the state as it is.
     q, k, v = (F.pad(x.transpose(1, 2), (0, 0, 0, pad)) for x in (q, k, v))
     g, beta = (F.pad(x.transpose(1, 2), (0, pad)) for x in (g, beta))
-    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
     s = state
     outputs = []
     for start in range(0, tokens + pad, CHUNK):
         span = slice(start, start + CHUNK)
         q_c, k_c, v_c, beta_c = q[:, :, span], k[:, :, span], v[:, :, span], beta[:, :, span, None]
         log_gamma = g[:, :, span].cumsum(-1)
-        # Masked before exp: above the diagonal the differences are positive and may overflow.
-        ratio = (log_gamma[..., :, None] - log_gamma[..., None, :]).masked_fill(~lower, -torch.inf).exp()
+        # Above the diagonal the differences are positive and exp may overflow: tril takes all of that away.
+        ratio = (log_gamma[..., :, None] - log_gamma[..., None, :]).exp().tril()
         gamma = log_gamma.exp()[..., None]
         system = beta_c * (k_c @ k_c.transpose(-1, -2)) * ratio  # diagonal is taken as one below
         right = beta_c * (v_c - gamma * (k_c @ s))
@@ -128,7 +127,7 @@ def recurrent(
     """Outputs and the states after every token: see ``gated_delta_recurrent``."""
     if arithmetic is Arithmetic.native:
         return native.gated_delta_recurrent(q, k, v, g, beta, state)
-    if arithmetic is Arithmetic.plain:
+    if arithmetic.whole:
         return gated_delta_recurrent(q, k, v, g, beta, state)
     per_row = _row_by_row((q, k, v, g, beta), state)
     o, states = (torch.stack([torch.cat(row) for row in zip(*x, strict=True)], 1) for x in per_row)
@@ -161,7 +160,7 @@ def fold(
     """The last of the states of ``recurrent``, bit for bit."""
     if arithmetic is Arithmetic.native:
         return native.gated_delta_fold(k, v, g, beta, state)
-    if arithmetic is Arithmetic.plain:
+    if arithmetic.whole:
         return gated_delta_states(k, v, g, beta, state)[-1]
     return recurrent(k, k, v, g, beta, state, arithmetic)[1][:, -1]
 

@@ -16,7 +16,7 @@ def linear(
     """x·Wᵀ + bias; x [..., K], weight [N, K] → [..., N]."""
     if arithmetic is Arithmetic.native:
         return native_operators.linear(x, weight, bias)
-    if arithmetic is Arithmetic.plain:
+    if arithmetic.whole:
         return F.linear(x, weight, bias)
     return by_row(lambda row: F.linear(row, weight, bias), [x], x.ndim - 1)
 

@@ -30,7 +30,7 @@ def sparse_moe(
 
     x [..., hidden] → [..., hidden]; ``normalise`` scales the chosen experts' probabilities to one.
     """
-    if arithmetic is not Arithmetic.plain and x.numel() > x.shape[-1]:
+    if not arithmetic.whole and x.numel() > x.shape[-1]:
         one = partial(sparse_moe, weights=weights, top_k=top_k, normalise=normalise, arithmetic=arithmetic)
         return by_row(one, [x], x.ndim - 1)
     w = weights

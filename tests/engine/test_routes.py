@@ -12,11 +12,12 @@ import yaml
 
 from sm70lab.engine import forward_context, gdn
 from sm70lab.engine.gdn import CoreWeights, How, Place
-from sm70lab.engine.routes import CUTS, Boundary, Opaque, resolve
+from sm70lab.engine.routes import CUTS, Boundary, Opaque, check_graph, resolve
 from sm70lab.errors import UsageError
 from sm70lab.kernels.arithmetic import Arithmetic
 from sm70lab.schema import (
     GraphMode,
+    Numerics,
     Route,
 )
 from tests.engine import tiny
@@ -58,17 +59,37 @@ def test_two_flags_that_cut_differently_are_refused(first: str, second: str, com
     [
         ({"packed_recurrent": True, "draft_tokens": 4}, "rounds of one row, and these have 5"),
         ({"packed_recurrent": True, "draft_tokens": 0}, "use route.state.scheme=slots"),
-        ({"graph": GraphMode.full, "compile": True}, "route.graph=full and route.compile=true contradict"),
-        (
-            {"graph": GraphMode.full, "input_core": True},
-            "route.graph=full and route.input_core=true contradict",
-        ),
-        ({"graph": GraphMode.piecewise}, "route.graph=piecewise: CUDA graphs are not captured yet"),
+        ({"graph": GraphMode.piecewise}, "route.graph=piecewise and route.compile=false contradict"),
+        ({"graph": GraphMode.full_and_piecewise, "compile": True}, "prefills are not compiled"),
     ],
 )
 def test_flags_that_cannot_be_honoured_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=re.escape(words)):
         resolve(Route(**settings))
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "words"),
+    [
+        (
+            "cpu",
+            {"graph": GraphMode.full, "compile": True},
+            "route.compile=true contradict each other: on a CPU",
+        ),
+        (
+            "cpu",
+            {"graph": GraphMode.full, "input_core": True},
+            "route.graph=full and route.input_core=true contra",
+        ),
+        ("cpu", {"graph": GraphMode.piecewise, "compile": True}, "captured on a GPU, not on a cpu"),
+        ("cuda", {"graph": GraphMode.full, "input_core": True, "numerics": Numerics.exact}, "numerics=fast"),
+    ],
+)
+def test_graphs_that_a_device_does_not_have(device: str, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(words)):
+        check_graph(Route(**settings), device)
+    if device == "cpu":
+        check_graph(Route(**settings), "cuda")
 
 
 # ---------------------------------------------------------------------- the packed step

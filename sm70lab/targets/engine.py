@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 import torch
 
 from sm70lab.engine.architecture import expected_tensors
-from sm70lab.engine.decoder import Decoder, decode, state_dtype
+from sm70lab.engine.capturable import no_capture, no_captured_sampling, no_captured_steps
+from sm70lab.engine.decoder import Decoder, captures, decode, state_dtype
 from sm70lab.engine.hazards import hazard_named
 from sm70lab.engine.loading import Source, find, no_native
+from sm70lab.engine.model import HybridModel
 from sm70lab.engine.noise import KeyedNoise
-from sm70lab.engine.routes import resolve
+from sm70lab.engine.routes import check_graph, graph_is_whole, resolve
 from sm70lab.engine.scheduler import Scheduler
 from sm70lab.engine.schemes import scheme_named
 from sm70lab.engine.sequence import Request, Step
@@ -23,6 +25,7 @@ from sm70lab.engine.stopping import Delivery
 from sm70lab.errors import NonFiniteError, UsageError
 from sm70lab.kernels import native
 from sm70lab.schema import (
+    CounterWindow,
     ExperimentConfig,
     Explanation,
     Generation,
@@ -65,6 +68,7 @@ class EngineTarget:
                 f"route.state.dtype={config.route.state.dtype.value}: wider than the arithmetic of "
                 f"model.dtype={config.model.dtype.value}; use auto"
             )
+        check_graph(config.route, self.device.type)
         if config.route.graph is GraphMode.full:
             self._check_recorded(dtype)
         for name in ("banned_ids", "stop_ids", "logit_bias"):
@@ -76,6 +80,16 @@ class EngineTarget:
 
     def _check_recorded(self, dtype: torch.dtype) -> None:
         config, arch = self.config, self.source.arch
+        if self.device.type == "cuda":
+            sequences = config.target.max_num_seqs
+            if graph_is_whole(config.route):
+                reason = no_capture(arch, config.route, dtype, sequences, config.hazard)
+                reason = reason or no_captured_sampling(config.sampling)
+            else:
+                reason = no_captured_steps(arch, dtype)
+            if reason:
+                raise UsageError(f"route.graph=full captures the round: {reason}; use route.graph=none")
+            return
         wide = torch.promote_types(dtype, torch.float32)
         reason = no_native(self.device, dtype)
         if arch.num_experts:
@@ -90,14 +104,15 @@ class EngineTarget:
         """The model's own end tokens and the configured ones."""
         return frozenset(self.source.arch.eos_token_ids) | frozenset(self.config.sampling.stop_ids)
 
-    def load(self) -> None:
-        """Read the weights. Raises ``UsageError`` for damaged files."""
+    def load(self, positions: int | None = None) -> None:
+        """Read the weights. Raises ``UsageError`` for damaged files.
+
+        ``positions``: of prompt and output together, by default those of the longest prompt.
+        """
         if self.config.target.threads:
             torch.set_num_threads(self.config.target.threads)
-        rows = self.config.route.draft_tokens + 1
-        self._positions = max(len(p.token_ids) + p.max_tokens for p in self.prompts())
-        spare = rows if self.config.hazard == "none" else 2 * rows  # a hazard may start a round too late
-        self._capacity = max(self._positions + spare, 1 + WARM_UP_STEPS * rows)
+        self._positions = positions or max(len(p.token_ids) + p.max_tokens for p in self.prompts())
+        self._capacity = self._rows(self._positions)
         self._check_memory()
         self.model = self.source.build(self.config.model.dtype, self.device, self.config.target.kernels)
         self._referee = Referee(self.config, self.source, self.model, self.stop_ids)
@@ -106,29 +121,40 @@ class EngineTarget:
         started = time.perf_counter()
         if self.config.route.compile:
             torch.compiler.reset()  # a sweep's ninth variant would meet Dynamo's recompile limit
-            self.model.compile_rounds()
+            self.model.compile_rounds(pieces=self.config.route.graph is GraphMode.piecewise)
             # The first rounds compile, outside the timed region. NaN logits are the run's to report.
             request = Request([0], self.config.sampling, KeyedNoise(0, 0, 0), self.stop_ids)
             with contextlib.suppress(NonFiniteError):
-                for _ in zip(range(WARM_UP_STEPS), decode(self._decoder(), request), strict=False):
+                for _ in zip(range(WARM_UP_STEPS), decode(self.decoder(), request), strict=False):
                     pass
         self._compile_seconds = time.perf_counter() - started
 
-    def _check_memory(self) -> None:
-        """Refuse a KV cache that cannot fit before anything is read."""
+    def _rows(self, positions: int) -> int:
+        """Rows of a KV cache for so many positions: one round beyond, and room to warm up."""
+        rows = self.config.route.draft_tokens + 1
+        # A hazard may start a round too late; a captured round runs while the one before is read.
+        late = self.config.hazard != "none" or self.config.route.graph is GraphMode.full
+        spare = 2 * rows if late else rows
+        return max(positions + spare, 1 + WARM_UP_STEPS * rows)
+
+    def cache_bytes(self, positions: int) -> int:
+        """Bytes of the KV caches of all sequences, for so many positions each."""
         arch = self.source.arch
         layers = arch.layer_types.count("full_attention") + arch.mtp_layers
         item = torch.empty(0, dtype=getattr(torch, self.config.model.dtype.value)).element_size()
-        sequences = self.config.target.max_num_seqs
-        needed = sequences * self._capacity * layers * 2 * arch.num_kv_heads * arch.head_dim * item
-        free = free_bytes(self.device)
+        row = layers * 2 * arch.num_kv_heads * arch.head_dim * item
+        return self.config.target.max_num_seqs * self._rows(positions) * row
+
+    def _check_memory(self) -> None:
+        """Refuse a KV cache that cannot fit before anything is read."""
+        needed, free = self.cache_bytes(self._positions), free_bytes(self.device)
         if needed > free:
             raise UsageError(
                 f"workload.max_tokens: a KV cache for {self._positions:,} positions needs "
                 f"{needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free; ask for fewer tokens"
             )
 
-    def _decoder(self) -> Decoder:
+    def decoder(self) -> Decoder:
         """One capacity for all prompts: a compiled round is made for its shapes."""
         config = self.config
         return Decoder(
@@ -142,7 +168,7 @@ class EngineTarget:
 
     def describe(self) -> dict[str, str | int | float]:
         """Facts for the record; parameters and bytes count the checkpoint's tensors, in the run's dtype."""
-        config, boundary = self.config, resolve(self.config.route, self.model.native)
+        config, boundary = self.config, resolve(self.config.route, self.model.native, captures(self.device))
         idle = hazard_named(config.hazard).cannot_act(
             config.route, config.sampling, config.target.max_num_seqs
         )
@@ -175,7 +201,7 @@ class EngineTarget:
 
     def generate(self, prompts: list[Prompt], repeat: int, on_progress: OnProgress) -> Iterator[Generation]:
         """Decode the prompts, ``target.max_num_seqs`` at once; see ``targets.base.Target``."""
-        scheduler = Scheduler(self._decoder())
+        scheduler = Scheduler(self.decoder())
         live: dict[int, _Live] = {}
         for prompt in prompts:
             noise = KeyedNoise(self.config.seed, prompt.index, repeat)
@@ -210,6 +236,11 @@ class EngineTarget:
         delivery = Delivery(self.source.text.stream(), self.stop_ids, stop_strings, prompt.max_tokens)
         return _Live(prompt, repeat, self.config.seed, delivery)
 
+    @property
+    def reference_model(self) -> HybridModel:
+        """The run's own weights in float32 or better."""
+        return self._referee.model
+
     def score(self, generation: Generation) -> TokenScores | None:
         """Score under the same weights without drafts, in float32 or better."""
         return self._referee.score(generation)
@@ -221,6 +252,13 @@ class EngineTarget:
     def explain(self, generation: Generation, index: int) -> Explanation | None:
         """See ``engine_reference.Referee.explain``."""
         return self._referee.explain(generation, index)
+
+    def counters(self) -> list[CounterWindow]:
+        """None: the engine has its rounds."""
+        return []
+
+    def close(self) -> None:
+        """Nothing to let go of."""
 
 
 @dataclass

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from sm70lab.engine import reference
+from sm70lab.engine import reference, scoring
 from sm70lab.engine.loading import Source
 from sm70lab.engine.model import HybridModel
 from sm70lab.engine.noise import KeyedNoise
@@ -39,16 +39,18 @@ class Referee:
         """Every token under the reference; with the run's own noise where its draws use it alone."""
         if not generation.token_ids:
             return None
-        noise = KeyedNoise(generation.seed, generation.prompt.index, generation.repeat)
+        noise = self._noise(generation)
         return reference.score(
-            self.model, *self._tokens(generation), self.config.sampling, self.stop_ids, self._own(noise)
+            self.model, *self._tokens(generation), self.config.sampling, self.stop_ids, noise
         )
 
-    def _own(self, noise: KeyedNoise) -> KeyedNoise | None:
+    def _noise(self, generation: Generation) -> KeyedNoise | None:
         """Matching and coupled routes draw every token with the position's noise; so does no drafting."""
         route = self.config.route
         matching = route.draft_sampling in (DraftSampling.coupled, DraftSampling.token_matching)
-        return noise if matching or not route.draft_tokens else None
+        if route.draft_tokens and not matching:
+            return None
+        return KeyedNoise(generation.seed, generation.prompt.index, generation.repeat)
 
     def rounding(self, generation: Generation) -> Rounding | None:
         """What arithmetic in the run's element type does to the reference's numbers over these tokens.
@@ -72,15 +74,20 @@ class Referee:
     def explain(self, generation: Generation, index: int) -> Explanation:
         """Output token ``index`` in its text, beside the reference's own candidates at that place."""
         prompt_ids, output_ids = self._tokens(generation)
-        found = reference.likeliest(
-            self.model, prompt_ids, output_ids[:index], self.config.sampling, self.stop_ids, ALTERNATIVES
-        )
+        sampling = self.config.sampling
+        row = reference.next_row(self.model, prompt_ids, output_ids[:index], sampling, self.stop_ids)
         show = self.source.text.show
+
+        def named(found: tuple[int, float]) -> Alternative:
+            return Alternative(found[0], show([found[0]]), found[1])
+
+        noise = self._noise(generation) if sampling.temperature > 0 else None
         return Explanation(
             before=show(output_ids[max(0, index - CONTEXT_TOKENS) : index]),
             token=show([output_ids[index]]),
             after=show(output_ids[index + 1 : index + 1 + CONTEXT_TOKENS]),
-            alternatives=[Alternative(token, show([token]), probability) for token, probability in found],
+            alternatives=[named(found) for found in scoring.choices(row, sampling, ALTERNATIVES)],
+            drawn=named(scoring.drawn(row, sampling, noise, index)) if noise is not None else None,
         )
 
     def _tokens(self, generation: Generation) -> tuple[list[int], list[int]]:

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible API over the engine, and the scripted server for tests and demonstrations."""

@@ -36,7 +36,7 @@ def main() -> int:
         parser.error("nothing is pinned: sm70lab pin RUN")
     config = from_plain({"route": pinned.route, **pinned.values["conditions"]})
     then = pinned.values["evidence"]["speed"]
-    here = hardware(config.target.device)
+    here = hardware(config.target)
     if here != then["hardware"]:
         print(f"pinned on {then['hardware']}, this is {here}: not compared", file=sys.stderr)
         return 2

@@ -15,17 +15,22 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
+from hydra import version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import BooleanNode, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sm70lab.config_checks import complaints
-from sm70lab.engine.routes import resolve
+from sm70lab.config_checks_target import VLLM, own_settings
+from sm70lab.engine.routes import check_flags, resolve
 from sm70lab.errors import UsageError
 from sm70lab.raw_text import escape_texts, raw_override, register_source
-from sm70lab.schema import ExperimentConfig
+from sm70lab.schema import ExperimentConfig, TargetConfig
+from sm70lab.targets.vllm_flags import launch
 
 VERSION_BASE = "1.3"
 
@@ -42,22 +47,47 @@ def conf_dir() -> Path:
 def register_schema() -> None:
     """Make ``ExperimentConfig`` the typed base node of ``conf/config.yaml``, and prompts plain text."""
     register_source()
-    node = OmegaConf.structured(ExperimentConfig)
-    OmegaConf.set_struct(node.sampling.logit_bias, False)  # its keys are the user's, not settings
-    ConfigStore.instance().store(name="schema", node=node)
+    ConfigStore.instance().store(name="schema", node=schema_node())
 
 
-def compose(overrides: Sequence[str] = ()) -> ExperimentConfig:
+def schema_node() -> DictConfig:
+    """``ExperimentConfig`` with its types, stricter in truth values and laxer in the user's own keys.
+
+    OmegaConf would take any number for true or false; here they are ``true`` and ``false`` alone.
+    """
+    node: DictConfig = OmegaConf.structured(ExperimentConfig)
+    target = node.target
+    for free in (node.sampling.logit_bias, target.headers, target.extra_body, target.env, target.arguments):
+        OmegaConf.set_struct(free, False)
+    _no_numbers_for_bools(node)
+    return node
+
+
+def _no_numbers_for_bools(section: DictConfig) -> None:
+    for key in section:
+        value = section._get_node(key)
+        if isinstance(value, BooleanNode):
+            value._set_flag("convert", False)
+        elif isinstance(value, DictConfig) and not value._is_none():
+            _no_numbers_for_bools(value)
+
+
+def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> ExperimentConfig:
     """Compose and check a configuration without running anything.
 
+    ``config_dir`` is a folder of the user's own group files, searched before the shipped ones.
     Raises ``UsageError`` for anything the user can mend.
     """
     register_schema()
     outer = GlobalHydra.instance().hydra  # of the job within which this composes, if there is one
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
-            node = hydra_compose("config", [raw_override(override) for override in overrides])
+        version.setbase(VERSION_BASE)
+        search_path = create_config_search_path(str(conf_dir()))
+        if config_dir is not None:
+            search_path.prepend("own", f"file://{config_dir}", SearchPathQuery(provider="main"))
+        Hydra.create_main_hydra2("sm70lab", search_path)
+        node = hydra_compose("config", [raw_override(override) for override in overrides])
     except Exception as error:  # Hydra and its parsers raise many types; each is the user's input
         raise explain(error) from error
     finally:
@@ -94,18 +124,33 @@ def check(config: ExperimentConfig) -> None:
     """Check values that types cannot. Raises ``UsageError`` for the first that cannot work."""
     for setting, value, must in complaints(config):
         raise UsageError(f"{setting}={value}: {must}")
-    resolve(config.route)  # contradictory flags
+    if config.target.name == VLLM:
+        check_flags(config.route)
+        launch(config)
+    else:
+        resolve(config.route)  # contradictory flags
 
 
 def plain(value: Any) -> Any:
-    """A configuration value as JSON and YAML can hold it: enums by name, lists and dicts copied."""
+    """A configuration value as JSON and YAML can hold it: enums by name, lists and dicts copied.
+
+    Of a whole configuration, without the settings of targets other than its own.
+    """
     if isinstance(value, Enum):
         return value.name
     if is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+        values = {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+        return own_settings(values) if isinstance(value, ExperimentConfig) else values
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list) else value
+
+
+def defaults_beside(values: dict[str, Any]) -> dict[str, Any]:
+    """The schema's defaults as ``plain`` gives them, for the target that ``values`` names."""
+    target = values.get("target")
+    name = target.get("name") if isinstance(target, dict) else None
+    return dict(plain(ExperimentConfig(target=TargetConfig(name=str(name or TargetConfig.name)))))
 
 
 def from_plain(values: dict[str, Any]) -> ExperimentConfig:
@@ -114,9 +159,7 @@ def from_plain(values: dict[str, Any]) -> ExperimentConfig:
     Raises ``UsageError`` for settings that this version does not know or cannot use.
     """
     try:
-        base = OmegaConf.structured(ExperimentConfig)
-        OmegaConf.set_struct(base.sampling.logit_bias, False)
-        node = OmegaConf.merge(base, OmegaConf.create(escape_texts(values)))
+        node = OmegaConf.merge(schema_node(), OmegaConf.create(escape_texts(values)))
     except (OmegaConfBaseException, ValueError) as error:
         raise explain(error) from error
     assert isinstance(node, DictConfig)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sm70lab import addresses
+from sm70lab.config_checks_reference import reference_complaints
+from sm70lab.config_checks_target import SERVED, TARGETS, target_complaints
 from sm70lab.schema import (
     AUTO_REPEATS,
     ExperimentConfig,
@@ -30,9 +32,6 @@ MAX_NUM_SEQS = 256
 MAX_SEED = 2**63 - 1
 MAX_REPEAT = 1_000_000
 CONTRACTS = ("html",)
-TARGETS = ("engine",)
-FORK_TARGET = "vllm"  # of presets whose variation exists in the vLLM fork alone
-NEEDS_FORK = "needs a vLLM server of the fork (needs: vllm); published results: sm70lab ledger --matrix"
 RANDOM_MODELS = ("random", "tiny")  # drawn from model.shape; every other model has a folder
 GATE_COUNTS = (
     "min_tokens",
@@ -75,14 +74,14 @@ def complaints(config: ExperimentConfig) -> Iterator[tuple[str, Any, str]]:
         yield "route.draft_tokens", route.draft_tokens, f"must be 0 to {MAX_DRAFT_TOKENS}"
     if route.state.block_size < 1:
         yield "route.state.block_size", route.state.block_size, "must be at least 1 token"
-    if target.name == FORK_TARGET:
-        yield "target.name", target.name, NEEDS_FORK
     if target.name not in TARGETS:
         yield "target.name", target.name, f"must be one of {', '.join(TARGETS)}"
     if not DEVICE.fullmatch(target.device):
         yield "target.device", target.device, "must be auto, cpu, cuda or cuda:N"
     if target.threads is not None and target.threads < 1:
         yield "target.threads", target.threads, "must be at least 1, or null for torch's own choice"
+    yield from target_complaints(config)
+    yield from reference_complaints(config)
     if not 0 <= config.seed <= MAX_SEED:
         yield "seed", config.seed, f"must be 0 to {MAX_SEED}"
     yield from _repeat_complaints(config)
@@ -148,7 +147,7 @@ def _route_complaints(config: ExperimentConfig) -> Iterator[tuple[str, Any, str]
         yield "route.state.block_size", state.block_size, must
     if not 1 <= target.max_num_seqs <= MAX_NUM_SEQS:
         yield "target.max_num_seqs", target.max_num_seqs, f"must be 1 to {MAX_NUM_SEQS}"
-    if route.graph is GraphMode.full:
+    if route.graph is GraphMode.full and target.name == "engine":
         if target.kernels is KernelSet.plain:
             yield "target.kernels", "plain", "route.graph=full records native calls; use route.graph=none"
         if config.model.dtype not in (ModelDtype.float32, ModelDtype.float64):
@@ -164,7 +163,7 @@ def _model_complaints(model: ModelSpec) -> Iterator[tuple[str, Any, str]]:
             yield "model.path", model.path, "no such folder; give a Hugging Face model folder"
         elif not (folder / "config.json").is_file():
             yield "model.path", model.path, "no config.json there; give a Hugging Face model folder"
-    elif model.name not in ("web", *RANDOM_MODELS):
+    elif model.name not in ("web", SERVED, *RANDOM_MODELS):
         yield "model.path", "null", f"model {model.name} needs model.path=/a/folder"
     elif model.name in RANDOM_MODELS and not model.shape:
         yield "model.shape", "{}", "must give the keys of a Hugging Face config.json"
@@ -176,6 +175,7 @@ def _model_contradictions(model: ModelSpec) -> Iterator[tuple[str, Any, str]]:
     ignored: list[tuple[str, bool, Any, str]] = [
         ("model.path", drawn and model.path is not None, model.path, "for a folder set model=/a/folder"),
         ("model.path", model.name == "web" and bool(model.path), model.path, "set model=/a/folder alone"),
+        ("model.path", model.name == SERVED and bool(model.path), model.path, "set model=/a/folder alone"),
         ("model.shape", not drawn and bool(model.shape), "{…}", "for random weights set model=random"),
         ("model.seed", not drawn and model.seed != 0, model.seed, "for random weights set model=random"),
     ]

@@ -6,16 +6,17 @@ import importlib
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sm70lab.addresses import without_password
+from sm70lab.config_checks_target import AS_SERVED, ENGINE, SERVED
 from sm70lab.errors import UsageError
-from sm70lab.schema import AUTO_REPEATS, ExperimentConfig, Generation, Prompt, TokenScores, Verdict
+from sm70lab.schema import AUTO_REPEATS, ExperimentConfig, Generation, Prompt, TokenScores, Tracking, Verdict
 from sm70lab.stop_signals import Interrupted, StopSignals
-from sm70lab.targets.base import Progress, Target
+from sm70lab.targets.base import Counted, JudgedBy, Managed, Progress, Refereed, Target
 from sm70lab.tracking import ledger
 from sm70lab.tracking import result as results
 from sm70lab.tracking.fingerprint import fingerprint, model_hash
@@ -32,7 +33,11 @@ if TYPE_CHECKING:  # the judge brings scipy, which a mistake in usage need not w
     from sm70lab.judge.outcomes import GenerationOutcome, SequentialRepeats
     from sm70lab.judge.verdict import RouteFacts
 
-TARGETS = {"engine": ("sm70lab.targets.engine", "EngineTarget")}
+TARGETS = {
+    "engine": ("sm70lab.targets.engine", "EngineTarget"),
+    "openai": ("sm70lab.targets.openai", "OpenAITarget"),
+    "vllm": ("sm70lab.targets.vllm", "VllmTarget"),
+}
 
 
 class Observer(Protocol):
@@ -40,6 +45,9 @@ class Observer(Protocol):
 
     def stage(self, line: str) -> None:
         """What happens now."""
+
+    def waiting(self, line: str) -> None:
+        """What something that is waited for said last."""
 
     def plan(self, prompts: list[Prompt], repeats: int) -> None:
         """What will be generated."""
@@ -64,6 +72,7 @@ class Outcome:
     skipped: bool = False  # this fingerprint was finished before; the record is the earlier one
     pending: str | None = None  # why MLflow has yet to get the record
     ledger: str | None = None  # of a skipped run: its variant's line in the ledger
+    tracking: Tracking = field(default_factory=Tracking)  # where the record went
 
 
 @dataclass
@@ -83,11 +92,13 @@ class _Run:
     outcomes: dict[str, GenerationOutcome] = field(default_factory=dict)
     sequential: SequentialRepeats | None = None  # of repeats=auto
     audited: int = 0  # generations put to the reference
+    counters: dict[str, Any] | None = None  # of a server, as they were read
 
     def result(self, verdict: Verdict | None, interrupted: str | None = None) -> dict[str, Any]:
-        return results.build(
+        result = results.build(
             self.config, self.fingerprint, self.started, self.loaded, self.generations, verdict, interrupted
         )
+        return result | {"counters": self.counters}
 
 
 def run_experiment(
@@ -110,7 +121,7 @@ def _run_experiment(
     build: Callable[[ExperimentConfig], Target],
     stop: StopSignals,
 ) -> Outcome:
-    weights = model_hash(config.model)
+    weights = model_hash(config.model, config.target)
     mark = fingerprint(config, weights)
     _close_dead(config, observer)  # first: one that died while MLflow was told is finished all the same
     earlier = finished_run(config, mark)
@@ -118,7 +129,7 @@ def _run_experiment(
         recorded = earlier.result()
         assert recorded is not None
         code, row = results.exit_code(recorded), ledger.row_line(config, weights)
-        return Outcome(recorded, earlier.path, code, skipped=True, ledger=row)
+        return Outcome(recorded, earlier.path, code, skipped=True, ledger=row, tracking=config.tracking)
     if not config.force and (rejected := ledger.rejection(config, weights)) is not None:
         raise UsageError(f"{rejected.line}: run it all the same with force=true")
     _refuse_twin(config, mark)
@@ -133,7 +144,15 @@ def _run_claimed(
     config = run.config
     try:
         _refuse_twin(config, run.fingerprint, own=run.folder)
-        verdict = _generate_and_judge(run, build(config))
+        target = build(config)
+        try:
+            verdict = _generate_and_judge(run, target)
+        finally:
+            if isinstance(target, Managed):
+                run.folder.save_texts(target.artifacts())
+            if isinstance(target, Counted):
+                run.counters = target.readings()
+            target.close()
         result = _record(run, verdict, earlier)
     except KeyboardInterrupt:
         _keep_interrupted(run, stop.what)
@@ -153,7 +172,8 @@ def _run_claimed(
         raise Interrupted(stop.what, stop.exit_code) from None
     finally:
         run.folder.finish()  # the record is whole; MLFLOW_PENDING says what is left to do
-    return Outcome(result, run.folder.path, results.exit_code(result), pending=pending)
+    code = results.exit_code(result)
+    return Outcome(result, run.folder.path, code, pending=pending, tracking=run.config.tracking)
 
 
 def build_target(config: ExperimentConfig) -> Target:
@@ -166,8 +186,11 @@ def build_target(config: ExperimentConfig) -> Target:
 def _generate_and_judge(run: _Run, target: Target) -> Verdict:
     config, observer = run.config, run.observer
     observer.stage(f"loading {config.model.name}")
+    if isinstance(target, Managed):
+        target.watch(observer.waiting, observer.note)
     target.load()
     run.loaded = {"model_hash": run.model_hash, **target.describe()}
+    _refuse_other_weights(run)
     prompts = target.prompts()
     repeats = config.sprt.max_repeats if isinstance(config.repeats, str) else config.repeats
     observer.plan(prompts, repeats)
@@ -181,6 +204,16 @@ def _generate_and_judge(run: _Run, target: Target) -> Verdict:
     _audit(run, target)
     observer.stage("judging")
     return _judge(run, target)
+
+
+def _refuse_other_weights(run: _Run) -> None:
+    """A server that tells its weights' hash must have the weights that ``model`` names."""
+    model, told = run.config.model, run.loaded.get("server.version.model_hash")
+    if told and model.name != SERVED and told != run.model_hash:
+        raise UsageError(
+            f"model={model.path or model.name}: not what the server has (model_hash {str(told)[:12]}… there, "
+            f"{run.model_hash[:12]}… here); name its checkpoint, or leave model out"
+        )
 
 
 def _audit(run: _Run, target: Target) -> None:
@@ -224,7 +257,8 @@ def _judge(run: _Run, target: Target) -> Verdict:
     from sm70lab.judge.verdict import judge
 
     scores = [run.scores.get(generation.key) for generation in run.generations]
-    verdict = judge(run.generations, scores, run.config.gate, _facts(run, target))
+    facts = replace(_facts(run, target), reference=_judged_by(run, target).line)
+    verdict = judge(run.generations, scores, run.config.gate, facts, target.counters())
     _outcomes(run, target)
     for evidence in verdict.evidence:
         if (first := evidence.details.get("first_bad")) is not None:
@@ -243,9 +277,17 @@ def _facts(run: _Run, target: Target) -> RouteFacts:
         run.facts = RouteFacts(
             draft_tokens=config.route.draft_tokens,
             temperature=config.sampling.temperature,
-            tolerance=tolerance_for(config.model.dtype, target.rounding(scored) if scored else None),
+            served=config.target.name != ENGINE,
+            named_route=config.route.name != AS_SERVED,
+            tolerance=tolerance_for(
+                _judged_by(run, target).dtype, target.rounding(scored) if scored else None
+            ),
         )
     return run.facts
+
+
+def _judged_by(run: _Run, target: Target) -> JudgedBy:
+    return target.judged_by() if isinstance(target, Refereed) else JudgedBy("", run.config.model.dtype)
 
 
 def _explain(first_bad: dict[str, Any], run: _Run, target: Target) -> None:
@@ -253,7 +295,7 @@ def _explain(first_bad: dict[str, Any], run: _Run, target: Target) -> None:
     generation = next(g for g in run.generations if g.key == first_bad["generation"])
     if (found := target.explain(generation, first_bad["index"])) is not None:
         explained = asdict(found)
-        first_bad["alternatives"] = explained.pop("alternatives")
+        first_bad |= {name: explained.pop(name) for name in ("alternatives", "drawn")}
         first_bad["context"] = explained
 
 
@@ -293,7 +335,7 @@ def _keep_interrupted(run: _Run, what: str, trace: str | None = None) -> None:
     if run.config.tracking.mlflow:
         run.folder.set_pending("interrupted")
     run.folder.interrupt(what, trace)
-    tokens = sum(len(generation.token_ids) for generation in run.generations)
+    tokens = sum(generation.tokens for generation in run.generations)
     run.observer.note(
         f"interrupted ({what}): {len(run.generations)} outputs, {tokens} tokens kept in {run.folder}"
     )

@@ -10,6 +10,8 @@ from statistics import median
 from typing import Any
 
 from sm70lab.config import from_plain, plain
+from sm70lab.config_checks_target import ENGINE
+from sm70lab.dotted import dotted
 from sm70lab.errors import UsageError
 from sm70lab.experiment import build_target
 from sm70lab.schema import ExperimentConfig, Generation, Route, VerdictKind
@@ -45,7 +47,12 @@ def pin(
     """
     result = _passing(run)
     config = from_plain(config_of(run))
-    weights = model_hash(config.model)
+    if config.target.name != ENGINE:
+        raise UsageError(
+            f"{run}: target={config.target.name}; only the engine's routes are pinned, since no code here "
+            "makes a server's outputs again"
+        )
+    weights = model_hash(config.model, config.target)
     if fingerprint(config, weights) != result["fingerprint"]:
         raise UsageError(
             f"{run}: made by other code, packages, weights or hardware than these; "
@@ -78,7 +85,7 @@ def pin(
         "route": plain(config.route),
         "conditions": _conditions(config),
         "weights": weights,
-        "evidence": _evidence(same, hardware(config.target.device)),
+        "evidence": _evidence(same, hardware(config.target)),
         "greedy": {**_held_for(config), "tokens": tokens, "outputs": [_output(g, target) for g in outputs]},
     }
     pinned = accepted_file.save(into, values)
@@ -199,7 +206,7 @@ def _smallest_margin(generation: Generation, target: Target) -> dict[str, Any] |
 def _held_for(config: ExperimentConfig) -> dict[str, Any]:
     """The machine on which the same outputs are expected to the last token."""
     return {
-        "hardware": hardware(config.target.device),
+        "hardware": hardware(config.target),
         "dtype": config.model.dtype.value,
         "torch": package_versions().get("torch"),
     }
@@ -218,7 +225,7 @@ class Drift:
 
 def config_drift(pinned: Accepted, route: Route) -> list[Drift]:
     """Flags of ``route`` that are not the pinned ones. Its name is no flag."""
-    then, here = _flat(pinned.route, "route"), _flat(plain(route), "route")
+    then, here = dict(dotted(pinned.route, "route")), dict(dotted(plain(route), "route"))
     lines = []
     for key in sorted((then | here).keys() - {"route.name"}):
         if key not in here:
@@ -240,7 +247,7 @@ def output_drift(pinned: Accepted, route: Route) -> list[Drift]:
         config = from_plain({"route": plain(route), **values["conditions"]})
     except UsageError as error:
         raise UsageError(f"{pinned.path}: its conditions cannot be had here ({error}); pin again") from error
-    if model_hash(config.model) != values["weights"]:
+    if model_hash(config.model, config.target) != values["weights"]:
         return [Drift(f"model={config.model.name}: the weights are not the pinned ones")]
     held = values["greedy"]
     target = build_target(greedy_config(config, held["tokens"]))
@@ -287,13 +294,6 @@ def _race(
     either = int(scores.argmax[index]) in (pinned_id, now.token_ids[index])
     tolerance = tolerance_for(config.model.dtype, target.rounding(now))
     return margin, either and margin <= tolerance.logit
-
-
-def _flat(value: dict[str, Any], prefix: str) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        flat |= _flat(item, f"{prefix}.{key}") if isinstance(item, dict) else {f"{prefix}.{key}": item}
-    return flat
 
 
 def _value(value: Any) -> str:

@@ -79,6 +79,30 @@ class KernelSet(str, Enum):
     native = "native"
 
 
+class Endpoint(str, Enum):
+    """Which of a server's endpoints generates."""
+
+    auto = "auto"  # chat for prompts with a user message, completions for those with raw text
+    chat = "chat"
+    completions = "completions"
+
+
+class MetricsSource(str, Enum):
+    """Whether a server's Prometheus counters are read."""
+
+    auto = "auto"  # where the server has them
+    off = "off"
+
+
+class ReferenceKind(str, Enum):
+    """Who judges the tokens of a server's run (see ``targets.remote_reference``)."""
+
+    auto = "auto"  # the engine where the checkpoint is on this disk, else a server that can, else nobody
+    none = "none"
+    server = "server"  # its own prefill, or that of ``reference_url``
+    engine = "engine"  # the built-in engine, float32, from the checkpoint on this disk
+
+
 class ModelDtype(str, Enum):
     """Element type of weights and activations."""
 
@@ -133,21 +157,55 @@ class Route:
 
 @dataclass
 class TargetConfig:
-    """What is measured."""
+    """What is measured. ``config_checks_target.OWNERS`` says which target each setting belongs to."""
 
     name: str = "engine"
+    max_num_seqs: int = 1  # prompts decoded at once
+    # The built-in engine.
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     threads: int | None = 1  # CPU threads; None leaves torch's own choice
     kernels: KernelSet = KernelSet.auto
-    max_num_seqs: int = 1  # prompts decoded at once
+    # A server with the OpenAI API.
+    base_url: str | None = None  # http://host:8000/v1; /v1 may be left out
+    endpoint: Endpoint = Endpoint.auto
+    served_model: str | None = None  # None: the first of /v1/models
+    api_key_env: str | None = None  # name of the environment variable that holds the key
+    headers: dict[str, str] = field(default_factory=dict)  # "env:NAME" as value: read from that variable
+    tls_verify: bool = True
+    tls_ca: str | None = None  # PEM file of the authority; None: the system's
+    tls_cert: str | None = None  # PEM file of a client certificate
+    tls_key: str | None = None  # and of its key, where that is a file of its own
+    connect_timeout_s: float = 10.0
+    read_timeout_s: float = 120.0  # the longest silence within an answer
+    total_timeout_s: float = 3600.0  # of one answer
+    retries: int = 2  # of a request of which no token has come yet
+    extra_body: dict[str, Any] = field(default_factory=dict)  # fields of the request
+    metrics: MetricsSource = MetricsSource.auto
+    metrics_url: str | None = None  # None: /metrics of the same server
+    reference: ReferenceKind = ReferenceKind.auto
+    reference_url: str | None = None  # of a second server that judges; None: the same server
+    reference_model: str | None = None  # its name for the model; None: the first of its /v1/models
+    reference_api_key_env: str | None = None  # as api_key_env; the first server's key never goes there
+    reference_chunk: int = 0  # output tokens a request of the reference adds; 0: all at once
+    # A vLLM server that the run starts itself.
+    python: str | None = None  # interpreter of its environment; None: this one
+    pythonpath: str | None = None  # working tree put before that environment's packages
+    command: list[str] = field(default_factory=list)  # the whole program, instead of python -m vllm…
+    env: dict[str, str | None] = field(default_factory=dict)  # variables; null leaves one of the route's out
+    arguments: dict[str, Any] = field(default_factory=dict)  # max_model_len: 4096 is --max-model-len 4096
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: a free one
+    start_timeout_s: float = 1800.0
+    dry_run: bool = False  # print what would be started, and stop
 
 
 @dataclass
 class ModelSpec:
-    """Which weights. ``random`` draws them from ``shape`` (keys of a Hugging Face config.json)."""
+    """Which weights. ``random`` draws them from ``shape`` (keys of a Hugging Face config.json);
+    ``served`` is whatever a server has."""
 
     name: str = "web"
-    path: str | None = None  # a Hugging Face folder; None for ``web`` and ``random``
+    path: str | None = None  # a Hugging Face folder; None for ``web``, ``random`` and ``served``
     dtype: ModelDtype = ModelDtype.float32
     shape: dict[str, Any] = field(default_factory=dict)
     seed: int = 0  # of the random weights
@@ -212,7 +270,7 @@ class StrictGate:
     replacements: int = 16  # U+FFFD
     salad_letters: int = 40  # letters in a row that change their script all the time
     thinking_tokens: int = 4000  # of an output that ended inside its thinking
-    echo_characters: int = 48  # of the prompt at the beginning of the answer
+    echo_characters: int = 48  # of a prompt that the answer begins with; a shorter one may be a title
 
 
 @dataclass
@@ -289,7 +347,7 @@ class Prompt:
     index: int
     name: str
     text: str
-    token_ids: Sequence[int]
+    token_ids: Sequence[int]  # empty where a server does not tell them: then nothing is scored
     max_tokens: int
     contract: str | None = None
 
@@ -305,6 +363,38 @@ class Round:
     seconds: float  # wall time of the round
 
 
+# Ends of a server's answer that are failures of what lies between, or of the server, after the first token.
+BROKEN_ENDS = ("connection_lost", "timeout", "server_error", "malformed")
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """A server's own account of the drafts of one request."""
+
+    drafts: int  # rounds that drafted
+    draft_tokens: int
+    accepted_tokens: int
+    accepted_per_position: tuple[int, ...] = ()  # empty: not told
+
+
+@dataclass(frozen=True)
+class CounterWindow:
+    """What a server's counters rose by between two readings while a run went on.
+
+    Counters are the server's, not the run's: ``other_traffic`` says that somebody else was served, too.
+    """
+
+    tokens: int  # generation tokens
+    seconds: float  # wall time between the readings
+    drafts: int  # rounds that drafted
+    draft_tokens: int
+    accepted: int
+    accepted_per_position: tuple[int, ...]  # empty: the server does not tell them
+    other_traffic: bool
+    # This run's own tokens that came in between: (generation key, first, one past the last).
+    spans: tuple[tuple[str, int, int], ...] = ()
+
+
 @dataclass
 class Generation:
     """One completed (or interrupted) output with what is needed to judge it."""
@@ -315,12 +405,33 @@ class Generation:
     token_ids: list[int]
     text: str
     # stop, length, interrupted; on NaN logits non_finite (the kept state is damaged) or
-    # model_non_finite (the model overflows from scratch too): ``note`` says where
+    # model_non_finite (the model overflows from scratch too); of a server also connection_lost, timeout,
+    # server_error, malformed (``BROKEN_ENDS``), or a word of its own: ``note`` says where and what
     finish_reason: str
     rounds: list[Round]
     prefill_seconds: float
     decode_seconds: float
     note: str = ""
+    # Of a server:
+    reasoning: str | None = None  # told apart by the server; ``text`` is then the content alone
+    counted_tokens: int | None = None  # by its usage; None: those of ``token_ids``
+    # (tokens so far, −1 where unknown; seconds since the request was sent), one a chunk with text or ids
+    arrivals: list[tuple[int, float]] = field(default_factory=list)
+    ttft_seconds: float | None = None  # from the request to the first token
+    request: dict[str, Any] = field(default_factory=dict)  # what was sent and answered, without secrets
+    speculation: Speculation | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens: of the ids, else as the server counts them; 0 where neither is known."""
+        return len(self.token_ids) or self.counted_tokens or 0
+
+    @property
+    def full_text(self) -> str:
+        """Reasoning and content in one, between think markers where the server told them apart."""
+        if self.reasoning is None:
+            return self.text
+        return f"<think>{self.reasoning}" + (f"</think>{self.text}" if self.text else "")
 
     @property
     def key(self) -> str:
@@ -335,6 +446,7 @@ class TokenScores:
     All arrays have one entry an output token. ``cdf_low``/``cdf_high`` bound the token's
     interval in the cumulative p' with tokens ordered by falling probability, so that
     low + U·(high − low), U uniform, is uniform when the token was drawn from p'.
+    A token that the reference could not score has NaN in every float but ``log_bets``, where it has 0.
     """
 
     logprob: np.ndarray  # log p'(token); −inf outside the support
@@ -359,6 +471,12 @@ class TokenScores:
     noise_gap: np.ndarray  # how far this run's token is behind it, in logits; ≤ 0: it is the one
     noise_winner_logit: np.ndarray  # how far that token's logit is above min-p and the likeliest one cut
     noise_winner_mass: np.ndarray  # and inside the nucleus, in probability
+
+    @property
+    def known(self) -> np.ndarray:
+        """Which tokens were scored, bool."""
+        scored: np.ndarray = self.entropy == self.entropy  # not NaN; this file does without numpy
+        return scored
 
 
 # What the audit bets on, token by token: names and parameters of distributions near p' that a broken
@@ -407,6 +525,7 @@ class Explanation:
     token: str
     after: str
     alternatives: list[Alternative]  # likeliest first
+    drawn: Alternative | None = None  # what the reference draws there with the run's own noise
 
 
 class VerdictKind(str, Enum):

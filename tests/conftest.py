@@ -8,6 +8,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny_runs import make_run
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--vllm-python", help="interpreter of an environment with vLLM (tests/vllm/README.md)")
+
+
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two seeds of one variant (one under another name), two other variants, one of them with a hazard."""

@@ -31,12 +31,12 @@ class ChangedTarget(EngineTarget):
         super().__init__(config)
         self.case = case
 
-    def load(self) -> None:
-        super().load()
+    def load(self, positions: int | None = None) -> None:
+        super().load(positions)
         if self.case.weights is not None:
             self.case.weights(self.model)
 
-    def _decoder(self) -> Decoder:
+    def decoder(self) -> Decoder:
         config = self.config
         return self.case.decoder(
             self.model,

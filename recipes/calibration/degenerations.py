@@ -254,8 +254,10 @@ def early_stop(rng: Rng, sound: str, other: str, tokenizer: Tokenizer) -> Case:
 
 
 def echo(rng: Rng, sound: str, other: str, tokenizer: Tokenizer) -> Case:
+    """The question again: before an answer a long one, or one that comes twice; else with little besides."""
     prompt = " ".join(other.split())[: int(rng.integers(50, 400))]
-    text = str(rng.choice(["", "\n", " "])) + prompt + "\n" + sound
+    behind = [sound[: len(prompt) // 2], f"{prompt}\n{sound}"] + [sound] * (len(prompt) >= 200)
+    text = str(rng.choice(["", "\n", " "])) + prompt + "\n" + str(rng.choice(behind))
     return Case(
         text,
         tokenizer.encode(text).ids,

@@ -13,8 +13,9 @@ from sm70lab.addresses import without_password
 from sm70lab.cli.streams import tolerant_streams
 from sm70lab.errors import UsageError
 from sm70lab.schema import EXIT_USAGE
+from sm70lab.targets.kept import keep_server
 
-COMMANDS = ("run", "prove", "ledger", "note", "pin", "compare", "report", "ui", "sync", "doctor")
+COMMANDS = ("run", "prove", "ledger", "note", "pin", "compare", "report", "serve", "ui", "sync", "doctor")
 INTERRUPTED = 130
 
 
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _main(arguments: Sequence[str]) -> int:
     try:
-        return _dispatch(list(arguments))
+        with keep_server():
+            return _dispatch(list(arguments))
     except UsageError as error:
         print(f"sm70lab: {one_line(error)}", file=sys.stderr)
         if "--json" in arguments or "display=json" in arguments:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sm70lab.cli import simple
-from sm70lab.cli.overrides import expand_model_path, find_groups
-from sm70lab.config import check, compose, conf_dir, near
+from sm70lab.cli.overrides import find_groups
+from sm70lab.config import check, near
 from sm70lab.errors import UsageError
 from sm70lab.schema import Display, ExperimentConfig
 
@@ -36,7 +36,7 @@ Settings: every setting of run but route and repeats=auto, for the routes named,
   repeats=1               a run for each repeat
   allow=hazard,…          fields that differ on purpose; any other difference is refused
 
-  --no-run, --json, --help
+  --no-run, --config-dir DIR (group files of yours, searched first), --json, --help
 
 Exit codes: 0 no regression, 1 a route is worse, 2 usage or unfair, 3 not decided.
 """
@@ -49,13 +49,16 @@ class _Arguments:
     """The command line taken apart."""
 
     sides: list[str]
-    config: ExperimentConfig
-    overrides: list[str]  # of the routes
+    options: simple.SimpleOptions  # its settings are those of the routes
     seeds: list[int] | None
     repeats: int | None  # None where not given
     allow: list[str] = field(default_factory=list)
     may_run: bool = True
     by_name: bool = False  # name= was given: only runs of that experiment count
+
+    @property
+    def config(self) -> ExperimentConfig:
+        return self.options.config
 
     @property
     def runs_dir(self) -> Path:
@@ -84,16 +87,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> _Arguments | None:
-    if {"--help", "-h"} & set(arguments):
-        print(HELP, end="")
+    options = simple.parse(arguments, HELP, own=OWN, flags=("--no-run",), is_word=simple.is_name)
+    if options is None:
         return None
-    sides = [a for a in arguments if "=" not in a and not a.startswith(("-", "+", "~"))]
-    rest = [a for a in arguments if a not in sides and a != "--no-run"]
-    given = {a.partition("=")[0].lstrip("+~"): a for a in rest if "=" in a}
+    given = {a.partition("=")[0].lstrip("+~"): a for a in arguments if "=" in a}
     if "route" in given:
         raise UsageError(f"{given['route']}: name the routes as arguments: sm70lab compare no_mtp split")
-    options = simple.parse(rest, HELP, own=OWN)
-    assert options is not None
+    sides = options.given.words
     if len(sides) < 2:
         raise UsageError(f"compare needs two or more routes or runs, the baseline first; given: {len(sides)}")
     if len(set(sides)) < len(sides):
@@ -103,16 +103,13 @@ def _parse(arguments: Sequence[str]) -> _Arguments | None:
         raise UsageError("repeats=auto: a comparison needs a number, the same for every route")
     if "first_repeat" in given:
         raise UsageError(f"{given['first_repeat']}: repeats are counted from 0 here; set repeats")
-    overrides = [a for a in rest if "=" in a and a.partition("=")[0] not in OWN]
-    overrides += ["display=json"] if "--json" in rest else []
     return _Arguments(
         sides=sides,
-        config=config,
-        overrides=expand_model_path(overrides, multirun=False),
+        options=options,
         seeds=_seeds(options.own.get("seed"), config),
         repeats=config.repeats if "repeats" in given else None,
         allow=[name for name in options.own.get("allow", "").split(",") if name],
-        may_run="--no-run" not in arguments,
+        may_run="--no-run" not in options.given.flags,
         by_name="name" in given,
     )
 
@@ -165,14 +162,14 @@ def _compare(given: _Arguments) -> Comparison:
 def _sides(given: _Arguments) -> list[Side]:
     from sm70lab.cli.compare_runs import Side, finished_runs
 
-    routes = find_groups([conf_dir()])["route"]
+    routes = find_groups(given.options.given.folders)["route"]
     sides = []
     for text in given.sides:
         if text not in routes:
             folder = _named(text, given, routes)
             sides.append(Side(folder.path.name, [folder]))
             continue
-        config = compose([*given.overrides, f"route={text}"])
+        config = given.options.compose(*given.options.given.overrides, f"route={text}")
         found = finished_runs(config, any_code=not given.may_run, by_name=given.by_name)
         sides.append(Side(text, found, config))
     labels = [side.label for side in sides]
@@ -200,7 +197,7 @@ def _named(text: str, given: _Arguments, routes: Sequence[str]) -> RunFolder:
 
 
 def _refuse_idle_settings(given: _Arguments) -> None:
-    idle = [o for o in given.overrides if o.partition("=")[0].split(".")[0] not in KEPT]
+    idle = [o for o in given.options.given.overrides if o.partition("=")[0].split(".")[0] not in KEPT]
     idle += [f"seed={','.join(map(str, given.seeds))}"] if given.seeds is not None else []
     if idle:
         raise UsageError(f"{idle[0]}: every side is a run that is finished; settings are for routes")

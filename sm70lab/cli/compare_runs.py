@@ -58,7 +58,7 @@ def finished_runs(config: ExperimentConfig, any_code: bool, by_name: bool) -> li
     Unless ``any_code``, only those that this code, model and machine would repeat: their fingerprint is
     what the same settings give now. ``by_name``: of this experiment name only.
     """
-    weights = model_hash(config.model)
+    weights = model_hash(config.model, config.target)
     wanted = _settings(plain(config))
     found = []
     for folder in runs_of(config.route.name, Path(config.tracking.runs_dir)):
@@ -112,7 +112,7 @@ def run_missing(
     """
     for side in {id(side): side for side, _ in todo.missing}.values():
         assert side.config is not None
-        rejected = ledger.rejection(side.config, model_hash(side.config.model))
+        rejected = ledger.rejection(side.config, model_hash(side.config.model, side.config.target))
         if rejected is not None and not side.config.force:
             raise UsageError(f"{rejected.line}: compare its finished runs with --no-run, or force=true")
     for number, (side, (seed, repeat)) in enumerate(todo.missing, 1):
@@ -138,7 +138,7 @@ def arm_to_be(side: Side) -> Arm:
     assert side.config is not None
     config = side.config
     known = facts(
-        plain(config), model_hash(config.model), hardware(config.target.device), config.target.threads
+        plain(config), model_hash(config.model, config.target), hardware(config.target), config.target.threads
     )
     run = RunRecord(
         name=side.label,
@@ -169,7 +169,7 @@ def refuse_none(side: Side) -> None:
 
 def _nearest(config: ExperimentConfig) -> str:
     """In words, the run of this route whose settings differ least; empty where there is none."""
-    wanted = _flat(plain(config), model_hash(config.model))
+    wanted = _flat(plain(config), model_hash(config.model, config.target))
     found = []
     for folder in runs_of(config.route.name, Path(config.tracking.runs_dir)):
         result = folder.result() or {}

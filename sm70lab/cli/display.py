@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,11 +13,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from sm70lab.addresses import without_password
 from sm70lab.experiment import Outcome
 from sm70lab.schema import Display as DisplayMode
-from sm70lab.schema import Generation, Prompt
+from sm70lab.schema import Generation, Prompt, Tracking
 from sm70lab.targets.base import Progress
 from sm70lab.tracking import result as results
+from sm70lab.tracking.latency import latency_line
 from sm70lab.tracking.run_folder import RunFolder
 
 PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
@@ -46,6 +50,9 @@ class Silent:
         """Leave the terminal as it was."""
 
     def stage(self, line: str) -> None:
+        """See ``experiment.Observer``."""
+
+    def waiting(self, line: str) -> None:
         """See ``experiment.Observer``."""
 
     def plan(self, prompts: list[Prompt], repeats: int) -> None:
@@ -94,6 +101,11 @@ class Plain(Silent):
     def stage(self, line: str) -> None:
         self.err.print(f"{line} …", markup=False)
 
+    def waiting(self, line: str) -> None:
+        if time.monotonic() - self.shown >= PLAIN_SECONDS:
+            self.shown = time.monotonic()
+            self.err.print(f"  {_clock(self.shown - self.started)}  {line}", markup=False)
+
     def plan(self, prompts: list[Prompt], repeats: int) -> None:
         self.budget = repeats * sum(prompt.max_tokens for prompt in prompts)
         self.started = self.shown = time.monotonic()
@@ -104,19 +116,24 @@ class Plain(Silent):
             self.err.print(self.line(progress), markup=False)
 
     def generated(self, generation: Generation) -> None:
-        self.delivered += len(generation.token_ids)
-        self.freed += generation.prompt.max_tokens - len(generation.token_ids)
-        speed = len(generation.token_ids) / generation.decode_seconds if generation.decode_seconds > 0 else 0
-        ended = f"{len(generation.token_ids)} tokens, {generation.finish_reason}, {speed:.1f} tok/s"
+        tokens = generation.tokens
+        self.delivered += tokens
+        self.freed += generation.prompt.max_tokens - tokens
+        speed = tokens / generation.decode_seconds if generation.decode_seconds > 0 else 0
+        ended = f"{tokens} tokens, {generation.finish_reason}, {speed:.1f} tok/s"
+        ended += f"; {generation.note}" if generation.note else ""
         self.err.print(f"{generation.key}: {ended}", markup=False)
 
     def line(self, p: Progress) -> str:
         """Prompt, tokens, tok/s, acceptance, elapsed, time left at most."""
         elapsed = time.monotonic() - self.started
+        if p.characters and not p.tokens:
+            return f"{p.prompt.name}-r{p.repeat}  {p.characters:,} characters  {_clock(elapsed)} elapsed"
         done = self.delivered + p.tokens
         left = elapsed / done * (self.budget - self.freed - done) if done else 0.0
         speed = p.tokens / p.decode_seconds if p.decode_seconds > 0 else 0.0
-        rate = f"{1 + p.accepted / p.rounds:.2f} tokens a round" if p.rounds else "prefill"
+        waiting = "" if p.characters else "prefill"  # a server tells no rounds while it generates
+        rate = f"{1 + p.accepted / p.rounds:.2f} tokens a round" if p.rounds else waiting
         return (
             f"{p.prompt.name}-r{p.repeat}  {p.tokens}/{p.prompt.max_tokens} tokens  {speed:.1f} tok/s  {rate}"
             f"  {_clock(elapsed)} elapsed, at most {_clock(left)} left"
@@ -148,6 +165,12 @@ class Rich(Plain):
 
     def stage(self, line: str) -> None:
         self.live.update(Text(f"{line} …", style="dim"), refresh=True)
+
+    def waiting(self, line: str) -> None:
+        clock = _clock(time.monotonic() - self.started)
+        self.live.update(
+            Text(f"{clock}  {line}", style="dim", no_wrap=True, overflow="ellipsis"), refresh=True
+        )
 
     def progress(self, progress: Progress) -> None:
         self.live.update(Text(self.line(progress), no_wrap=True, overflow="ellipsis"), refresh=True)
@@ -190,6 +213,8 @@ def panel_lines(outcome: Outcome) -> list[tuple[str, str, str]]:
         lines.insert(0, ("HAZARD", line, "bold white on magenta"))
     lines += [(kind, line, STATUS_STYLE[status]) for kind, status, line in results.evidence_lines(result)]
     lines.append(("speed", results.speed_line(result), "" if result["speed"]["valid"] else "dim"))
+    if (line := latency_line(result.get("latency"))) is not None:
+        lines.append(("latency", line, ""))
     if (line := results.repeats_line(result)) is not None:
         lines.append(("repeats", line, ""))
     if (line := results.reproduces_line(result)) is not None:
@@ -206,8 +231,21 @@ def panel_lines(outcome: Outcome) -> list[tuple[str, str, str]]:
     lines.append(("record", str(folder), ""))
     if outcome.pending is not None:
         lines.append(("mlflow", f"pending: {outcome.pending}; send it with: sm70lab sync", "yellow"))
-    lines.append(("look", "sm70lab ui", "dim"))
+    lines.append(("look", _look(outcome), "dim"))
     return lines
+
+
+def _look(outcome: Outcome) -> str:
+    """The command that shows this record."""
+    tracking = outcome.tracking
+    if not tracking.mlflow:
+        return shlex.join(["sm70lab", "report", str(outcome.folder)])
+    words = ["sm70lab", "ui"]
+    if tracking.uri is not None:
+        words.append(f"tracking.uri={without_password(tracking.uri)}")
+    elif Path(tracking.runs_dir).absolute() != Path(Tracking.runs_dir).absolute():
+        words.append(f"tracking.runs_dir={tracking.runs_dir}")
+    return shlex.join(words)
 
 
 def print_sweep(outcomes: list[dict[str, Any]]) -> None:

@@ -13,12 +13,13 @@ from typing import Any
 
 import psutil
 
+from sm70lab.cli.options import Options
 from sm70lab.cli.simple import parse
 from sm70lab.kernels import native_build
 from sm70lab.schema import EXIT_USAGE, Display
 from sm70lab.tracking import environment
 
-HELP = """sm70lab doctor [key=value …] [--json]
+HELP = """sm70lab doctor [key=value …] [-cd DIR] [--json]
 
 Say what this machine can do: processor, C++ kernels, GPUs, torch, Triton and driver, which routes run
 here, and what to install for a V100. Settings choose the route that must run (the default one where
@@ -39,7 +40,7 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments, HELP)
     if options is None:
         return 0
-    report = examine([argument for argument in arguments if not argument.startswith("-")])
+    report = examine(options.given)
     if options.config.display == Display.json:
         print(json.dumps(report, allow_nan=False))
     else:
@@ -48,9 +49,9 @@ def main(arguments: list[str]) -> int:
     return code
 
 
-def examine(overrides: list[str]) -> dict[str, Any]:
+def examine(given: Options) -> dict[str, Any]:
     """The whole report as plain data."""
-    probed = probe(overrides)
+    probed = probe(given)
     route = probed.get("route") or {"name": None, "device": None, "reason": probed["torch"]["reason"]}
     return {
         "exit_code": EXIT_USAGE if route["reason"] else 0,
@@ -87,11 +88,12 @@ def driver(version_file: Path = Path("/proc/driver/nvidia/version")) -> dict[str
     return {"version": found[0], "branch": f"R{found[1]}"} if found else {"version": text[:80], "branch": ""}
 
 
-def probe(overrides: list[str]) -> dict[str, Any]:
+def probe(given: Options) -> dict[str, Any]:
     """What ``doctor_probe`` finds in a process of its own, or how that process ended."""
     # The same modules as here, whatever folder this was started in.
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-P", "-m", "sm70lab.cli.doctor_probe", json.dumps(overrides)]
+    asked = json.dumps([given.overrides, str(given.config_dir) if given.config_dir else None])
+    command = [sys.executable, "-P", "-m", "sm70lab.cli.doctor_probe", asked]
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:

@@ -20,16 +20,17 @@ from sm70lab.errors import UsageError
 PTX = ".version 6.0\n.target sm_{0}\n.address_size 64\n.visible .entry nothing() {{ ret; }}\n"
 
 
-def main(overrides: list[str]) -> None:
+def main(overrides: list[str], config_dir: Path | None) -> None:
     """Try torch, each GPU, Triton and every route; print what was found."""
     found: dict[str, Any] = {"torch": _torch()}
     if not found["torch"]["reason"]:
         found["triton"] = _triton({70} | {device["code_wanted"] for device in found["torch"]["devices"]})
         kept = [override for override in overrides if override.partition("=")[0] != "route"]
-        names = sorted(path.stem for path in (conf_dir() / "route").glob("*.yaml"))
+        folders = [conf_dir(), *([config_dir] if config_dir else [])]
+        names = sorted({path.stem for folder in folders for path in (folder / "route").glob("*.yaml")})
         devices = found["torch"]["devices"]
-        found["route"] = _route(overrides, devices)
-        found["routes"] = [_route([*kept, f"route={name}"], devices) for name in names]
+        found["route"] = _route(overrides, config_dir, devices)
+        found["routes"] = [_route([*kept, f"route={name}"], config_dir, devices) for name in names]
     print(json.dumps(found))
 
 
@@ -136,11 +137,11 @@ def _assembles(ptxas: str, number: int) -> bool:
         return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
 
 
-def _route(overrides: list[str], devices: list[dict[str, Any]]) -> dict[str, Any]:
+def _route(overrides: list[str], config_dir: Path | None, devices: list[dict[str, Any]]) -> dict[str, Any]:
     """Whether the engine accepts a configuration here, by asking it."""
     named = next((o.partition("=")[2] for o in reversed(overrides) if o.startswith("route=")), None)
     try:
-        config = compose(overrides)
+        config = compose(overrides, config_dir)
         named = config.route.name
         from sm70lab.targets.engine import EngineTarget
 
@@ -156,4 +157,5 @@ def _route(overrides: list[str], devices: list[dict[str, Any]]) -> dict[str, Any
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    settings, folder = json.loads(sys.argv[1])
+    main(settings, Path(folder) if folder else None)

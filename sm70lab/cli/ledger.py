@@ -8,7 +8,7 @@ from typing import Any
 
 from sm70lab.cli import ledger_tables
 from sm70lab.cli.simple import SimpleOptions, parse
-from sm70lab.config import compose, plain
+from sm70lab.config import plain
 from sm70lab.errors import UsageError
 from sm70lab.schema import Display
 from sm70lab.tracking import ledger, notes
@@ -19,7 +19,7 @@ from sm70lab.tracking.published import Needs, PublishedRow, Source, matrix
 from sm70lab.tracking.variant import NOT_A_VARIANT, Settings, settings_of
 
 HELP = f"""\
-sm70lab ledger [key=value …] [state={"|".join(notes.STATES)}] [--matrix] [--json]
+sm70lab ledger [key=value …] [state={"|".join(notes.STATES)}] [--matrix] [-cd DIR] [--json]
 
 Every variant ever run under tracking.runs_dir: how it differs from the accepted route, its runs, verdicts,
 worst evidence, valid speed, folder, conclusion and state. Runs that differ in seed, repeats and name alone
@@ -38,18 +38,16 @@ SHOWN_ONLY = ("tracking", "display")
 
 def main(arguments: list[str]) -> int:
     """Print the ledger, or with ``--matrix`` the published rows beside it."""
-    rest = [a for a in arguments if a != "--matrix"]
-    options = parse(rest, HELP, own=("state", "accepted"))
+    options = parse(arguments, HELP, own=("state", "accepted"), flags=("--matrix",))
     if options is None:
         return 0
     state = options.own.get("state")
     if state is not None and state not in notes.STATES:
         raise UsageError(f"state={state}: must be one of {', '.join(notes.STATES)}")
-    given = [a for a in rest if "=" in a and a.partition("=")[0] not in ("state", "accepted")]
-    given = [a for a in given if a.partition("=")[0].split(".")[0] not in SHOWN_ONLY]
+    given = [o for o in options.given.overrides if o.partition("=")[0].split(".")[0] not in SHOWN_ONLY]
     runs_dir = Path(options.config.tracking.runs_dir)
     book = ledger.build(runs_dir, options.own.get("accepted"))
-    if "--matrix" in arguments:
+    if "--matrix" in options.given.flags:
         return _matrix(book, given, options)
     if not book.rows and not book.damaged:
         raise UsageError(f"tracking.runs_dir={runs_dir}: no runs there; run an experiment")
@@ -77,11 +75,14 @@ def _fits(row: Row, given: list[str], options: SimpleOptions) -> bool:
         if key in NOT_A_VARIANT:
             raise UsageError(f"{override}: makes no variant of its own, so it chooses no row")
         if key == "experiment":
-            fits = ledger.variant_of(config, model_hash(config.model)) == row.variant
+            fits = ledger.variant_of(config, model_hash(config.model, config.target)) == row.variant
         elif key == "route":
             fits = config.route.name in row.routes
         elif config.model.path is not None and key in ("model", "model.path"):
-            fits = settings_of(plain(config), model_hash(config.model))["model"] == row.settings["model"]
+            fits = (
+                settings_of(plain(config), model_hash(config.model, config.target))["model"]
+                == row.settings["model"]
+            )
         else:
             named = isinstance(wanted.get(key), dict) and "name" in wanted[key]
             path = f"{key}.name" if named else key
@@ -103,7 +104,7 @@ def _at(settings: Settings, key: str) -> Any:
 
 def _matrix(book: Ledger, given: list[str], options: SimpleOptions) -> int:
     source, published = matrix()
-    pairs = [(row, _ours(row, book, given)) for row in published]
+    pairs = [(row, _ours(row, book, given, options)) for row in published]
     if options.config.display == Display.json:
         print(json.dumps(finite(_matrix_record(source, pairs))))
     else:
@@ -111,12 +112,15 @@ def _matrix(book: Ledger, given: list[str], options: SimpleOptions) -> int:
     return 0
 
 
-def _ours(row: PublishedRow, book: Ledger, given: list[str]) -> Row | None:
+def _ours(row: PublishedRow, book: Ledger, given: list[str], options: SimpleOptions) -> Row | None:
     """The variant that the row's preset makes here, if it ever ran."""
-    if row.needs is not Needs.engine:
-        return None
-    config = compose([f"experiment={row.id}", *given])
-    return book.row(ledger.variant_of(config, model_hash(config.model)))
+    try:
+        config = options.compose(f"experiment={row.id}", *given)
+    except UsageError:
+        if row.needs is Needs.engine:
+            raise
+        return None  # a server of the fork has nothing to serve with these settings
+    return book.row(ledger.variant_of(config, model_hash(config.model, config.target)))
 
 
 # --------------------------------------------------------------------------- JSON

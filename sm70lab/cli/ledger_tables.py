@@ -66,7 +66,7 @@ def show_matrix(book: Ledger, source: Source, pairs: list[tuple[PublishedRow, Ro
     console.print(table)
     lines = f"lines {pairs[0][0].line} to {pairs[-1][0].line}"
     console.print(f"Published in {source.repository} at {source.commit[:7]}, {lines} of", markup=False)
-    console.print(f"{source.file}. Rows that need vllm run on the fork alone.", markup=False)
+    console.print(f"{source.file}. Rows that need vllm run on the fork: target=vllm.", markup=False)
     console.print("Run another row here: sm70lab experiment=AA", markup=False)
 
 
@@ -132,10 +132,8 @@ def _published(row: PublishedRow) -> Text:
 
 
 def _here(row: PublishedRow, ours: Row | None) -> Text:
-    if row.needs is Needs.vllm:
-        return Text("needs vllm", style="dim")
     if ours is None:
-        return Text("not run", style="dim")
+        return Text("needs vllm" if row.needs is Needs.vllm else "not run", style="dim")
     text = Text()
     for number, (verdict, count) in enumerate(sorted(ours.verdicts.items())):
         text.append(", " * bool(number) + f"{count} {verdict}", VERDICT_STYLE.get(verdict, ""))

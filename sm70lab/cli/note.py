@@ -12,22 +12,23 @@ from sm70lab.schema import Display
 from sm70lab.tracking import ledger, notes
 
 HELP = f"""\
-sm70lab note RUN|VARIANT "text" [state={"|".join(notes.STATES)}] [tracking.runs_dir=runs] [--json]
+sm70lab note RUN|VARIANT "text" [state={"|".join(notes.STATES)}] [tracking.runs_dir=runs] [-cd DIR] [--json]
 
 Write a conclusion into the ledger. RUN is a run folder, its name, or the beginning of its fingerprint;
 VARIANT is an id of sm70lab ledger (v and seven digits, or the beginning). The note goes to the whole
 variant: all runs that differ in seed, repeats and name alone. Without state= the state stays.
 A rejected variant is not run again by this code, unless with force=true.
 """
-NO_WORD = re.compile(r"(state|display|tracking(\.\w+)?)=.*|--?[A-Za-z][\w-]*")  # a setting or an option
+# A setting or an option; anything else is a text, whatever signs are in it.
+NO_WORD = re.compile(r"(state|display|tracking(\.\w+)?|--config-dir|-cd)=.*|--?[A-Za-z][\w-]*")
 
 
 def main(arguments: list[str]) -> int:
     """Append one note and say which variant it went to."""
-    words = [a for a in arguments if not NO_WORD.fullmatch(a)]
-    options = parse([a for a in arguments if a not in words], HELP, own=("state",))
+    options = parse(arguments, HELP, own=("state",), is_word=lambda a: not NO_WORD.fullmatch(a))
     if options is None:
         return 0
+    words = options.given.words
     if len(words) != 2:
         raise UsageError(
             f'note: give a run or variant and one text: sm70lab note RUN "text" ({len(words)} given)'

@@ -16,7 +16,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from sm70lab.config import near
+from sm70lab.config import near, schema_node
 from sm70lab.errors import UsageError
 from sm70lab.schema import ExperimentConfig
 
@@ -113,7 +113,7 @@ def _check_key(key: str, value: Any, override: Override, groups: list[str]) -> N
     if "${" in text:
         return  # an interpolation has its value, and so its type, only in the composed whole
     try:
-        base = OmegaConf.structured(ExperimentConfig)
+        base = schema_node()
         OmegaConf.update(base, key, plain, merge=True)
         OmegaConf.to_container(base, resolve=True)
     except (OmegaConfBaseException, ValueError) as error:

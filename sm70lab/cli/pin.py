@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sm70lab.cli.simple import parse
+from sm70lab.cli.simple import is_name, parse
 from sm70lab.errors import UsageError
 from sm70lab.schema import Display
 from sm70lab.tracking import accepted
@@ -16,7 +16,7 @@ from sm70lab.tracking.run_folder import RunFolder
 
 TOKENS = 256
 HELP = f"""\
-sm70lab pin RUN [into=FILE] [tokens={TOKENS}] [tracking.runs_dir=runs] [--json]
+sm70lab pin RUN [into=FILE] [tokens={TOKENS}] [tracking.runs_dir=runs] [-cd DIR] [--json]
 
 Accept the route of a passing, audited run: write its flags, the conditions, the evidence of all runs of
 the same variant and code, and fresh greedy outputs (tokens= a prompt, at most) to accepted.yaml, and mark
@@ -31,16 +31,18 @@ weights or hardware, or whose variant failed on another seed.
 
 def main(arguments: list[str]) -> int:
     """Pin one run."""
-    words = [a for a in arguments if not a.startswith("-") and "=" not in a]
-    options = parse([a for a in arguments if a not in words], HELP, own=("into", "tokens"))
+    options = parse(arguments, HELP, own=("into", "tokens"), is_word=is_name)
     if options is None:
         return 0
+    words = options.given.words
     if len(words) != 1:
         raise UsageError(f"pin: give one run: sm70lab pin RUN ({len(words)} given)")
     text = options.own.get("tokens", str(TOKENS))
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"tokens={text}: must be a whole number, 1 or more")
     runs_dir = Path(options.config.tracking.runs_dir)
+    into = accepted.place(options.own.get("into"))
+    accepted.check_place(into)
     run = resolve_run(words[0], runs_dir)
     from sm70lab import pinned
 
@@ -48,7 +50,7 @@ def main(arguments: list[str]) -> int:
     err = Console(stderr=True, highlight=False)
     with err.status("reading the ledger") as status:
         say = (lambda line: None) if as_json else status.update
-        found, row = pinned.pin(run, runs_dir, int(text), accepted.place(options.own.get("into")), say)
+        found, row = pinned.pin(run, runs_dir, int(text), into, say)
     evidence = found.values["evidence"]
     if as_json:
         summary = {"run": str(run), "variant": row.variant, "file": str(found.path), "evidence": evidence}

@@ -33,7 +33,7 @@ Always, unless given: route.state.prefix_blocks=64 target.max_num_seqs=4 route.n
 Hazards (hazard=name):
 {hazards}
 
-  --json, --help
+  --config-dir DIR (group files of yours, searched first), --json, --help
 
 Exit codes: 0 exact, 1 fault, 2 usage or set-up, 3 only ties.
 """

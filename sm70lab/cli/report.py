@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sm70lab.cli.simple import parse
+from sm70lab.cli.simple import is_name, parse
 from sm70lab.config import plain
 from sm70lab.errors import UsageError
 from sm70lab.schema import Display
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sm70lab.tracking.report.records import Record
 
 SETTINGS = ("tracking.", "tracking=", "display=")
-HELP = """sm70lab report [RUN|SWEEP] [out=FILE.html] [tracking.runs_dir=runs] [--json]
+HELP = """sm70lab report [RUN|SWEEP] [out=FILE.html] [tracking.runs_dir=runs] [-cd DIR] [--json]
 
 Write one HTML page (offline: no scripts, no network) and a summary.md: verdict first, then its evidence,
 pictures, the text around the first fault, the configuration's difference and the machine.
@@ -30,11 +30,11 @@ Exit codes: 0 written (whatever the verdict), 2 nothing to report on.
 
 def main(arguments: list[str]) -> int:
     """Write the report; print where it is, or one JSON object."""
-    named = [a for a in arguments if "=" not in a and not a.startswith("-")]
-    options = parse([a for a in arguments if a not in named], HELP, own=("out",))
+    options = parse(arguments, HELP, own=("out",), is_word=is_name)
     if options is None:
         return 0
-    for setting in (a for a in arguments if a not in named and not a.startswith(("-", "out=", *SETTINGS))):
+    named = options.given.words
+    for setting in (o for o in options.given.overrides if not o.startswith(SETTINGS)):
         raise UsageError(f"{setting}: changes no report; this command has out= and tracking.runs_dir=")
     if len(named) > 1:
         raise UsageError(f"{' '.join(named)}: one run or one sweep; sm70lab compare takes several")

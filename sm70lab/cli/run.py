@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import sys
 import tempfile
 import traceback
@@ -21,12 +22,13 @@ from sm70lab.cli import one_line
 from sm70lab.cli.options import parse
 from sm70lab.cli.overrides import check_overrides, expand_model_path
 from sm70lab.cli.streams import tolerant_streams
-from sm70lab.config import VERSION_BASE, conf_dir, explain, register_schema, to_config
+from sm70lab.config import VERSION_BASE, explain, register_schema, to_config
 from sm70lab.errors import UsageError
 from sm70lab.raw_text import raw_override, shown_override
-from sm70lab.schema import EXIT_USAGE, Display
+from sm70lab.schema import EXIT_USAGE, Display, ExperimentConfig
+from sm70lab.targets.vllm_flags import launch
 from sm70lab.tracking.atomic import finite
-from sm70lab.tracking.environment import NOT_TYPED
+from sm70lab.tracking.environment import CONFIG_DIR, NOT_TYPED
 from sm70lab.tracking.mlflow_sweep import sweep_name
 
 OUTCOME = "outcome.json"  # a job's word to the process that started the sweep, whichever launcher ran it
@@ -37,15 +39,14 @@ def main(arguments: list[str]) -> int:
     """Run, and return the exit code; in a sweep the worst job's."""
     options = parse(arguments)
     overrides = expand_model_path(options.overrides, options.multirun)
-    folders = [conf_dir(), *([options.config_dir] if options.config_dir else [])]
     overrides = [raw_override(override) for override in overrides]
-    check_overrides(overrides, folders, options.multirun)
+    check_overrides(overrides, options.folders, options.multirun)
     if options.shows_something:
-        _hydra([*options.flags, *overrides])
+        _hydra([*options.flags, *overrides], options.folders)
         return 0
     overrides += _sweep(overrides) if options.multirun else []
     with tempfile.TemporaryDirectory(prefix="sm70lab-") as scratch:
-        _hydra([*options.flags, *overrides, *_keep_folders_in(scratch, overrides)])
+        _hydra([*options.flags, *overrides, *_keep_folders_in(scratch, overrides)], options.folders)
         outcomes = _outcomes(Path(_sweep_dir(overrides) or scratch))
     return _finish(outcomes, options.multirun)
 
@@ -70,6 +71,8 @@ def _run(node: DictConfig) -> dict[str, Any]:
     overrides = [without_password(shown_override(override)) for override in typed]
     try:
         config = to_config(node)
+        if config.target.dry_run:
+            return {"overrides": overrides, "exit_code": 0, "launch": _show_launch(config)}
         from sm70lab.cli.display import make_display
         from sm70lab.experiment import run_experiment
 
@@ -95,6 +98,30 @@ def _run(node: DictConfig) -> dict[str, Any]:
     }
 
 
+def _show_launch(config: ExperimentConfig) -> dict[str, Any]:
+    """What ``target=vllm`` would start, as a command for a shell, with where each part comes from."""
+    from sm70lab.targets.process import free_port
+
+    started, target = launch(config), config.target
+    port = target.port or free_port(target.host)
+    shell = started.shell(target.host, port)
+    if target.pythonpath is not None:
+        shell = f"PYTHONPATH={shlex.quote(target.pythonpath)} \\\n{shell}"
+    if config.display is not Display.json:
+        print(shell)
+        for what, source in started.sources():
+            print(f"# {what}  # {source}")
+        for setting in started.not_applied:
+            print(f"# not applied: {setting}")
+    return {
+        "shell": shell,
+        "command": started.command(target.host, port),
+        "environment": started.environment,
+        "sources": dict(started.sources()),
+        "not_applied": list(started.not_applied),
+    }
+
+
 def _finish(outcomes: list[dict[str, Any]], multirun: bool) -> int:
     code = max((o["exit_code"] for o in outcomes), key=SEVERITY.index, default=EXIT_USAGE)
     if any(o.pop("display") == Display.json.name for o in outcomes):
@@ -102,7 +129,7 @@ def _finish(outcomes: list[dict[str, Any]], multirun: bool) -> int:
     elif multirun:
         from sm70lab.cli.display import print_sweep
 
-        print_sweep(outcomes)
+        print_sweep([outcome for outcome in outcomes if "launch" not in outcome])
     return code
 
 
@@ -141,12 +168,17 @@ def _sweep_dir(overrides: Sequence[str]) -> str | None:
     return found[-1].strip("'\"") if found else None
 
 
-def _hydra(arguments: Sequence[str]) -> None:
-    """Let Hydra compose and run ``job``; its complaints become one line."""
+def _hydra(arguments: Sequence[str], folders: Sequence[Path]) -> None:
+    """Let Hydra compose and run ``job``; its complaints become one line.
+
+    Of a group file that is in several folders the first one's counts. Hydra itself would search its
+    ``--config-dir`` last, so the shipped folder takes that place.
+    """
     register_schema()
-    with _argv(arguments):
+    later = [f"{CONFIG_DIR}{folder}" for folder in folders[1:]]
+    with _argv([*arguments, *later]):
         try:
-            hydra.main(config_path=str(conf_dir()), config_name="config", version_base=VERSION_BASE)(job)()
+            hydra.main(config_path=str(folders[0]), config_name="config", version_base=VERSION_BASE)(job)()
         except SystemExit as stop:  # Hydra's own end after --help, or after an argument error it printed
             if stop.code:
                 raise UsageError("Hydra could not use these arguments") from stop

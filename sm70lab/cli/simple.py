@@ -1,13 +1,14 @@
-"""Arguments of the commands beside ``run``: ``key=value`` settings, ``--json``, ``--help``."""
+"""Arguments of the commands beside ``run``: ``key=value`` settings and a few options."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from sm70lab.cli.options import EVERYWHERE, Options, no_words
+from sm70lab.cli.options import parse as parse_options
 from sm70lab.cli.overrides import check_overrides, expand_model_path
-from sm70lab.config import compose, conf_dir
-from sm70lab.errors import UsageError
+from sm70lab.config import compose
 from sm70lab.schema import ExperimentConfig
 
 
@@ -16,28 +17,43 @@ class SimpleOptions:
     """A command's own settings, as text, and the configuration the other settings compose to."""
 
     config: ExperimentConfig
-    own: dict[str, str] = field(default_factory=dict)
+    own: dict[str, str]
+    given: Options  # words and flags of the command, and the settings behind ``config``
+
+    def compose(self, *overrides: str) -> ExperimentConfig:
+        """A configuration of other settings, with the same folder searched first."""
+        return compose(overrides, self.given.config_dir)
 
 
-def parse(arguments: Sequence[str], help_text: str, own: Sequence[str] = ()) -> SimpleOptions | None:
+def is_name(argument: str) -> bool:
+    """Whether an argument names a run or a route rather than a setting or an option."""
+    deletes = argument.startswith("~") and "/" not in argument
+    return "=" not in argument and not argument.startswith(("-", "+")) and not deletes
+
+
+def parse(
+    arguments: Sequence[str],
+    help_text: str,
+    own: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    is_word: Callable[[str], bool] = no_words,
+) -> SimpleOptions | None:
     """Take arguments apart; ``own`` names settings of the command itself, such as ``port``.
 
-    Returns None after printing the help. Raises ``UsageError`` for anything unknown.
+    ``flags`` names its options without a value, ``is_word`` what stands by itself. Returns None after
+    printing the help. Raises ``UsageError`` for anything unknown.
     """
     if "--help" in arguments or "-h" in arguments:
         print(help_text, end="")
         return None
-    overrides, mine = [], {}
-    for argument in arguments:
+    options = parse_options(arguments, EVERYWHERE, flags, is_word)
+    mine, overrides = {}, []
+    for argument in options.overrides:
         key, equals, value = argument.partition("=")
-        if argument == "--json":
-            overrides.append("display=json")
-        elif argument.startswith("-"):
-            raise UsageError(f"{argument}: no such option; this command has --json and --help")
-        elif key in own and equals:
+        if key in own and equals:
             mine[key] = value
         else:
             overrides.append(argument)
-    overrides = expand_model_path(overrides, multirun=False)
-    check_overrides(overrides, [conf_dir()])
-    return SimpleOptions(compose(overrides), mine)
+    options.overrides = expand_model_path(overrides, multirun=False)
+    check_overrides(options.overrides, options.folders)
+    return SimpleOptions(compose(options.overrides, options.config_dir), mine, options)

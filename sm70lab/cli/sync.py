@@ -9,7 +9,7 @@ from sm70lab.addresses import without_password
 from sm70lab.cli.simple import parse
 from sm70lab.schema import EXIT_USAGE, Display
 
-HELP = """sm70lab sync [tracking.uri=http://…] [tracking.runs_dir=runs] [--json]
+HELP = """sm70lab sync [tracking.uri=http://…] [tracking.runs_dir=runs] [-cd DIR] [--json]
 
 Send every run under tracking.runs_dir that is marked MLFLOW_PENDING to tracking.uri (sqlite under
 runs_dir where none is given). Sending a run twice changes nothing.

@@ -21,7 +21,7 @@ HOST = "127.0.0.1"
 PORT = 5000
 START_SECONDS = 120.0
 
-HELP = f"""sm70lab ui [port={PORT}] [tracking.uri=…] [tracking.runs_dir=runs] [--json]
+HELP = f"""sm70lab ui [port={PORT}] [tracking.uri=…] [tracking.runs_dir=runs] [-cd DIR] [--json]
 
 Start MLflow's pages on {HOST} over the store of tracking.uri (sqlite under runs_dir where none is
 given), print their address and stay until Ctrl-C. For an http store only its address is printed.

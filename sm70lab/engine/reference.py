@@ -39,7 +39,7 @@ def score(
     parts: list[dict[str, torch.Tensor]] = []
     with torch.inference_mode():
         for first, logits in _ruled_logits(model, prompt_ids, output_ids, sampling, stop_ids):
-            if bool(torch.isnan(logits).any()) or bool(torch.isinf(logits.amax(-1)).any()):
+            if not bool(torch.isfinite(logits.amax(-1)).all()):  # one not-a-number makes the maximum one
                 raise UsageError(
                     f"the reference's logits are not finite after output token {first} or soon after: "
                     "the weights do not run in float32, so nothing can be judged"
@@ -78,24 +78,31 @@ def rounding(
     )
 
 
-def likeliest(
+def next_row(
     model: HybridModel,
     prompt_ids: list[int],
     output_ids: list[int],
     sampling: Sampling,
     stop_ids: frozenset[int],
-    count: int,
-) -> list[tuple[int, float]]:
-    """The reference's ``count`` likeliest next tokens after ``output_ids``, with their p' (0 where cut)."""
+) -> torch.Tensor:
+    """The reference's logits [1, V] for the token after ``output_ids``, after penalties and bans."""
     rules = LogitsRules(sampling, prompt_ids, stop_ids)
     rules.observe(output_ids)
     with torch.inference_mode():
         # All but the next token as the prompt: then one row of logits is made, not one a token.
         ((_, row),) = _logits(model, prompt_ids + output_ids, [0])
-        row = rules.apply(row, len(output_ids), [])
-        ids = row.topk(count).indices
-        kept = score_rows(row.expand(count, -1), ids[0], sampling)["logprob"].exp()
-    return list(zip(ids[0].tolist(), kept.tolist(), strict=True))
+        return rules.apply(row, len(output_ids), [])
+
+
+def prompt_logits(model: HybridModel, ids: list[int]) -> Iterator[torch.Tensor]:
+    """Logits [R, V] that predict ids[1], ids[2], …, chunk by chunk, before penalties and cuts."""
+    rows = _logits(model, ids[:1], ids[1:]) if len(ids) > 1 else iter(())
+    while True:
+        with torch.inference_mode():  # entered anew for each chunk: a generator's caller goes on in between
+            found = next(rows, None)
+        if found is None:
+            return
+        yield found[1]
 
 
 def _ruled_logits(

@@ -16,12 +16,26 @@ from sm70lab.engine.noise import KeyedNoise, Stream
 from sm70lab.schema import BETS, Sampling
 
 RULES = ("", "top_k", "top_p", "min_p", "banned")
+GREEDY_RIVALS = 20  # candidates of a greedy run whose logits are compared between precisions
 CLEAR_LOGIT_GAP = 0.05  # beyond rounding in any dtype: then the top-k cut itself is the violation
 
 
 @dataclass
+class Likeliest:
+    """R rows' likeliest tokens, n each, falling: all that truncation asks of a row of logits.
+
+    A row with fewer than n is filled up with −∞.
+    """
+
+    ids: torch.Tensor  # [R, n]
+    values: torch.Tensor  # [R, n] logits, float64
+    beyond: torch.Tensor  # [R] the likeliest logit that is not among them; −inf where there is none
+    log_rest: torch.Tensor | None = None  # [R] log Σ exp(logit / temperature) of those that top-p still sees
+
+
+@dataclass
 class Truncated:
-    """R truncated distributions p', n candidates each, falling; see ``truncate``."""
+    """R truncated distributions p', n candidates each, falling; see ``cut``."""
 
     ids: torch.Tensor  # [R, n]
     values: torch.Tensor  # [R, n] logits
@@ -34,16 +48,31 @@ class Truncated:
     nucleus: float
 
 
-def truncate(logits: torch.Tensor, sampling: Sampling) -> Truncated:
-    """p' of R rows of logits [R, V], in float64 from the candidates on."""
+def candidates(sampling: Sampling, vocabulary: int) -> int:
+    """How many of a row's tokens pass top-k."""
+    if sampling.temperature == 0:
+        return 1
+    return min(sampling.top_k, vocabulary) if sampling.top_k > 0 else vocabulary
+
+
+def likeliest(logits: torch.Tensor, sampling: Sampling) -> Likeliest:
+    """What top-k leaves of R rows of logits [R, V]."""
     vocabulary = logits.shape[-1]
-    greedy = sampling.temperature == 0
-    width = 1 if greedy else sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary
+    width = candidates(sampling, vocabulary)
     values, ids = logits.topk(min(width + 1, vocabulary), dim=-1)
     values = values.double()
     beyond = values[:, width] if width < vocabulary else values.new_full((len(values),), -torch.inf)
-    values, ids = values[:, :width], ids[:, :width]
-    log_p = (values / (sampling.temperature or 1.0)).log_softmax(-1)
+    return Likeliest(ids[:, :width], values[:, :width], beyond)
+
+
+def cut(rows: Likeliest, sampling: Sampling) -> Truncated:
+    """p' of R rows, in float64."""
+    values = rows.values
+    scaled = values / (sampling.temperature or 1.0)
+    if rows.log_rest is None:
+        log_p = scaled.log_softmax(-1)
+    else:
+        log_p = scaled - torch.logaddexp(scaled.logsumexp(-1), rows.log_rest)[:, None]
     before = log_p.exp().cumsum(-1) - log_p.exp()
     least = log_p[:, :1] + (float(np.log(sampling.min_p)) if sampling.min_p > 0 else -torch.inf)
     nucleus = sampling.top_p if sampling.top_p < 1 else torch.inf  # 1 is off: rounding must not cut
@@ -51,7 +80,12 @@ def truncate(logits: torch.Tensor, sampling: Sampling) -> Truncated:
     keep[:, 0] = True
     log_kept = log_p.masked_fill(~keep, -torch.inf)
     log_kept = log_kept - log_kept.logsumexp(-1, keepdim=True)
-    return Truncated(ids, values, log_p, before, least, keep, log_kept, beyond, nucleus)
+    return Truncated(rows.ids, values, log_p, before, least, keep, log_kept, rows.beyond, nucleus)
+
+
+def truncate(logits: torch.Tensor, sampling: Sampling) -> Truncated:
+    """p' of R rows of logits [R, V], in float64 from the candidates on."""
+    return cut(likeliest(logits, sampling), sampling)
 
 
 def score_rows(
@@ -66,11 +100,31 @@ def score_rows(
     ``noise`` is the run's own where the route draws each token by Gumbel-max with it; row r is then
     output position ``position + r``.
     """
-    greedy, temperature = sampling.temperature == 0, sampling.temperature or 1.0
-    norm = (logits / temperature).logsumexp(-1).double()
-    t = truncate(logits, sampling)
     own = logits.gather(-1, tokens[:, None])
+    scaled = logits if sampling.temperature in (0, 1) else logits / sampling.temperature
+    norm = scaled.logsumexp(-1).double()
+    rows = likeliest(logits, sampling)
     chosen = own[:, 0].double()
+    rank = (rows.values > chosen[:, None]).sum(-1)
+    beyond = chosen < rows.values[:, -1]  # there may be others between, which are not among the likeliest
+    rank[beyond] = (logits[beyond] > own[beyond]).sum(-1)
+    return score_likeliest(rows, tokens, chosen, norm, rank, sampling, noise, position)
+
+
+def score_likeliest(
+    rows: Likeliest,
+    tokens: torch.Tensor,
+    chosen: torch.Tensor,
+    norm: torch.Tensor,
+    rank: torch.Tensor,
+    sampling: Sampling,
+    noise: KeyedNoise | None,
+    position: int,
+) -> dict[str, torch.Tensor]:
+    """The same of what is known of each row: its likeliest tokens, and of the token that was drawn its
+    logit ``chosen``, the log of the row's sum at the temperature ``norm`` and its ``rank``, [R] each."""
+    greedy, temperature = sampling.temperature == 0, sampling.temperature or 1.0
+    t = cut(rows, sampling)
     p = t.log_kept.exp()
     finite = t.log_kept.masked_fill(~t.keep, 0.0)
     entropy = -(p * finite).sum(-1)
@@ -78,21 +132,22 @@ def score_rows(
     candidate, inside = at.any(-1), (at & t.keep).any(-1)
     log_prob = t.log_kept.masked_fill(~at, -torch.inf).amax(-1)
     low = ((p.cumsum(-1) - p) * at).sum(-1)
-    place = torch.where(candidate, at.long().argmax(-1), p.shape[-1] - 1)
+    last = (~torch.isinf(t.values)).sum(-1).clamp_min(1) - 1
+    place = torch.where(candidate, at.long().argmax(-1), last)
     cuts = {  # how far beyond each cut; negative is inside
-        "top_k": t.values[:, -1] - chosen,
+        "top_k": t.values.gather(-1, last[:, None])[:, 0] - chosen,
         "top_p": t.before.gather(-1, place[:, None])[:, 0] - t.nucleus,
         "min_p": t.least[:, 0] - (chosen - t.values[:, 0]) / temperature - t.log_p[:, 0],
     }
     gap, rule = _violation(cuts, candidate, torch.isinf(chosen), greedy)
-    second = t.values[:, 1] if t.values.shape[-1] > 1 else t.beyond
+    second = torch.maximum(t.values[:, 1], t.beyond) if t.values.shape[-1] > 1 else t.beyond
     collision = (p**2).sum(-1)
     return {
         "logprob": log_prob,
         "raw_logprob": chosen / temperature - norm,
         "entropy": entropy,
         "variance": ((p * finite**2).sum(-1) - entropy**2).clamp_min(0),
-        "rank": (logits > own).sum(-1),
+        "rank": rank,
         "in_support": inside,
         "cut_gap": torch.where(inside, 0.0, gap),
         "cut_logit": torch.where(inside, 0.0, _last_kept(t) - chosen),
@@ -176,15 +231,9 @@ def _against_noise(
     if noise is None:
         unknown = torch.full_like(chosen, torch.nan)
         return {"noise_gap": unknown, "noise_winner_logit": unknown, "noise_winner_mass": unknown}
-    positions = range(position, position + len(tokens))
-
-    def gumbel(ids: torch.Tensor) -> torch.Tensor:
-        table: NDArray[np.float64] = noise.gumbel(Stream.target, positions, ids.cpu().numpy())
-        return torch.from_numpy(table).to(chosen.device)
-
-    best, winner = (t.log_kept + gumbel(t.ids)).max(-1)
+    best, winner = (t.log_kept + _gumbel(noise, position, t.ids)).max(-1)
     norm = (t.log_kept - t.values / temperature)[:, 0]  # log p' = value / temperature + norm
-    own = chosen / temperature + norm + gumbel(tokens[:, None])[:, 0]
+    own = chosen / temperature + norm + _gumbel(noise, position, tokens[:, None])[:, 0]
     at = winner[:, None]
     value, mass = t.values.gather(-1, at)[:, 0], t.before.gather(-1, at)[:, 0]
     by_min_p = (t.log_p.gather(-1, at)[:, 0] - t.least[:, 0]) * temperature
@@ -197,6 +246,31 @@ def _against_noise(
     }
 
 
+def _gumbel(noise: KeyedNoise, position: int, ids: torch.Tensor) -> torch.Tensor:
+    """The target's noise of tokens ids [R, n] at output positions ``position`` and on, float64."""
+    positions = range(position, position + len(ids))
+    table: NDArray[np.float64] = noise.gumbel(Stream.target, positions, ids.cpu().numpy())
+    return torch.from_numpy(table).to(ids.device)
+
+
+def choices(logits: torch.Tensor, sampling: Sampling, count: int) -> list[tuple[int, float]]:
+    """The ``count`` likeliest tokens of one row of logits [1, V], with their p' (0 where cut)."""
+    t = truncate(logits, sampling)
+    kept = dict(zip(t.ids[0].tolist(), t.log_kept[0].exp().tolist(), strict=True))
+    return [(token, kept.get(token, 0.0)) for token in logits[0].topk(count).indices.tolist()]
+
+
+def drawn(logits: torch.Tensor, sampling: Sampling, noise: KeyedNoise, position: int) -> tuple[int, float]:
+    """The token that p' of one row of logits [1, V] gives with this noise, with its p'."""
+    return drawn_from(truncate(logits, sampling), noise, position)
+
+
+def drawn_from(t: Truncated, noise: KeyedNoise, position: int) -> tuple[int, float]:
+    """The same of one row's p'."""
+    place = int((t.log_kept + _gumbel(noise, position, t.ids)).argmax())
+    return int(t.ids[0, place]), float(t.log_kept[0, place].exp())
+
+
 def rounding_rows(coarse: torch.Tensor, fine: torch.Tensor, sampling: Sampling) -> dict[str, torch.Tensor]:
     """How two precisions of the same R rows of logits [R, V] differ, [R] each: see ``schema.Rounding``.
 
@@ -204,6 +278,8 @@ def rounding_rows(coarse: torch.Tensor, fine: torch.Tensor, sampling: Sampling) 
     probability before a candidate; ``outside``: the probability of what only ``coarse`` keeps.
     """
     coarse, fine = coarse.double(), fine.double()
+    if sampling.temperature == 0:  # of the argmax alone nothing could change: its rivals count
+        sampling = Sampling(temperature=1.0, top_p=1.0, top_k=GREEDY_RIVALS)
     a, b = truncate(coarse, sampling), truncate(fine, sampling)
     likely = b.log_p > -12.0  # what could be drawn at all
     at_a, at_b = coarse.gather(-1, b.ids), b.values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -27,8 +28,15 @@ class Text(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, special tokens recognised."""
 
+    @property
+    def thinks(self) -> bool:
+        """Whether the chat template knows the think markers."""
+
     def chat(self, user: str) -> str:
         """The prompt text of one user message."""
+
+    def conversation(self, messages: Sequence[Mapping[str, object]], extra: Mapping[str, object]) -> str:
+        """The prompt text of a conversation; ``extra``: further variables of the template."""
 
     def stream(self) -> Stream:
         """A fresh streaming detokeniser."""
@@ -60,19 +68,27 @@ class TokenizerText:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    @property
+    def thinks(self) -> bool:
+        return self.template is not None and "</think>" in self.template
+
     def chat(self, user: str) -> str:
         if self.template is None:
             raise UsageError(
                 "workload: a prompt with 'user' needs a chat template, "
                 "and the model's tokenizer has none; use 'text'"
             )
+        return self.conversation([{"role": "user", "content": user}], {})
+
+    def conversation(self, messages: Sequence[Mapping[str, object]], extra: Mapping[str, object]) -> str:
+        if self.template is None:
+            raise UsageError("the model's tokenizer has no chat template")
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        messages = [{"role": "user", "content": user}]
         try:
             template = environment.from_string(self.template)
-            rendered: str = template.render(messages=messages, add_generation_prompt=True)
+            rendered: str = template.render(**extra, messages=messages, add_generation_prompt=True)
         except Exception as error:  # a template is a program of the checkpoint's: it may raise anything
             raise UsageError(f"the model's chat template fails ({type(error).__name__}: {error})") from error
         return rendered
@@ -103,8 +119,15 @@ class NumberText:
     def encode(self, text: str) -> list[int]:
         return [ord(c) % self.vocab_size for c in text]
 
+    @property
+    def thinks(self) -> bool:
+        return False
+
     def chat(self, user: str) -> str:
         return user
+
+    def conversation(self, messages: Sequence[Mapping[str, object]], extra: Mapping[str, object]) -> str:
+        return "".join(str(message["content"]) for message in messages)
 
     def stream(self) -> Stream:
         return _NumberStream()

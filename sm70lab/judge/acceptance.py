@@ -157,7 +157,7 @@ def accounting(generation: Generation, draft_tokens: int) -> list[str]:
     return [f"{generation.key} {fault}" for fault in faults]
 
 
-def _findings(total: Pooled, parts: list[Window], faults: list[str]) -> dict[str, str]:
+def findings_of(total: Pooled, parts: list[Window], faults: list[str]) -> dict[str, str]:
     """Named findings, each in words with its numbers."""
     found = {}
     plateau = [w for w in parts if w.plateau]
@@ -196,7 +196,7 @@ def _findings(total: Pooled, parts: list[Window], faults: list[str]) -> dict[str
     return found
 
 
-def _series(parts: list[Window]) -> list[dict[str, Any]]:
+def series(parts: list[Window]) -> list[dict[str, Any]]:
     """One entry a window: what a chart over output tokens needs."""
     return [
         {
@@ -224,9 +224,9 @@ def evidence(generations: Sequence[Generation], gate: Gate, draft_tokens: int) -
     total = pool(rounds)
     parts = [w for g in generations for w in windows(g, gate.window_tokens)]
     faults = [fault for g in generations for fault in accounting(g, draft_tokens)]
-    found = _findings(total, parts, faults)
+    found = findings_of(total, parts, faults)
     metrics = _metrics(total)
-    details = {"findings": found, "windows": _series(parts), "accounting": faults}
+    details = {"findings": found, "windows": series(parts), "accounting": faults}
     if draft_tokens == 0 and not total.tested:
         line = "no drafts" + (f"; {found['accounting']}" if faults else "")
         return Evidence("acceptance", Status.warn if faults else Status.ok, line, metrics, details)

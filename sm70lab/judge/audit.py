@@ -56,15 +56,15 @@ def token_audit(
 
     Greedy: every disagreement with the argmax is a violation, unless the token's logit is within the
     tolerance of it: by ``top2_margin`` for the second choice, by the top-k ``cut_gap`` (greedy is top-1)
-    for one further down. Raises ``ValueError`` where an array's
-    length is not the number of tokens or a supported token's score is not a number.
+    for one further down. A token that was not scored counts for nothing. Raises ``ValueError`` where an
+    array's length is not the number of tokens or a supported token's score is not a number.
     """
     count = len(generation.token_ids)
     for name, values in vars(scores).items():
         if len(values) != count:
             raise ValueError(f"{generation.key}: scores.{name} has {len(values)} entries for {count} tokens")
     if greedy:
-        wrong = np.asarray(scores.argmax) != np.asarray(generation.token_ids, dtype=np.int64)
+        wrong = scores.known & (scores.argmax != np.asarray(generation.token_ids, dtype=np.int64))
         gap = _greedy_gap(scores)
         tie = wrong & (gap <= tolerance.logit)
         rule = np.where(wrong, "argmax", "")
@@ -89,7 +89,7 @@ def token_audit(
     pit = scores.cdf_low + uniform * (scores.cdf_high - scores.cdf_low)
     return TokenAudit(
         pit=np.where(inside, np.clip(pit, 0.0, 1.0), np.nan),
-        violation=(~inside & ~edge) | (other & ~near),
+        violation=(scores.known & ~inside & ~edge) | (other & ~near),
         edge=edge | near,
         rule=np.where(other, "noise", scores.cut_rule),
         gap=np.where(other, scores.noise_gap, scores.cut_gap),
@@ -127,7 +127,7 @@ def evidence(
     pairs = [(g, s) for g, s in zip(generations, scores, strict=True) if s is not None]
     audits = [token_audit(g, s, tolerance, greedy) for g, s in pairs]
     total = sum(len(g.token_ids) for g in generations)
-    tokens = sum(len(g.token_ids) for g, _ in pairs)
+    tokens = sum(int(s.known.sum()) for _, s in pairs)
     bad = sum(int(a.violation.sum()) for a in audits)
     edge = sum(int(a.edge.sum()) for a in audits)
     missing = max(0, gate.min_tokens - tokens)
@@ -289,4 +289,4 @@ def _place(generation: Generation, index: int) -> str:
             draft = index - r.position
             kind = f"accepted draft {draft + 1}" if draft < r.accepted else "the target's own token"
             return f"{kind} of round {number}"
-    return "in no round"
+    return "in no round" if generation.rounds else "rounds not told"

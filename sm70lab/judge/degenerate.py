@@ -64,8 +64,8 @@ class _Measured:
         self.part, self.text = part, part.text
         self.codes = repeats.code_points(part.text)
         self.windows = Windows(self.codes)
-        self.bytes = _sum(_byte_counts(self.codes))
-        self.tokens = _sum(token_shares(self.codes))
+        self.bytes = _sum(repeats.byte_counts(self.codes))
+        self.tokens = _sum(repeats.token_shares(self.codes))
 
     def loop_tokens(self, loop: Loop) -> int:
         """About how many tokens a loop takes, rather too many than too few."""
@@ -75,27 +75,6 @@ class _Measured:
 
 def _sum(shares: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.concatenate(([0.0], np.cumsum(shares)))
-
-
-def _byte_counts(codes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """UTF-8 bytes of each character."""
-    return np.asarray(1.0 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000))
-
-
-def token_shares(codes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Tokens of each character, for a tokenizer nobody knows: a byte-level one with few merges.
-
-    Half a token a letter, one a digit or mark, one a run of blanks, one a byte outside ASCII.
-    """
-    lower = codes | 0x20
-    letter = (lower >= ord("a")) & (lower <= ord("z"))
-    blank = codes == ord(" ")
-    inside = np.zeros(codes.size, dtype=bool)
-    inside[1:] = blank[1:] & blank[:-1]
-    shares = _byte_counts(codes)
-    shares[letter] = 0.5
-    shares[inside] = 0.0
-    return shares
 
 
 def in_part(part: Part, strict: StrictGate) -> Iterator[Finding]:

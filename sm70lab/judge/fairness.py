@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from sm70lab.dotted import dotted
 from sm70lab.errors import UsageError
 from sm70lab.judge.comparison import Arm
 
@@ -32,11 +33,9 @@ def facts(
     ``threads`` is what the run really used, where ``target.threads`` left it open.
     """
     found: dict[str, Any] = {"model_hash": model_hash, "hardware": hardware}
-    for key, value in config.items():
-        if key not in FREE:
-            _flatten(key, value, found)
-    found = {key: value for key, value in found.items() if not _under(key, COVERED)}
-    if threads is not None:
+    compared = {key: value for key, value in config.items() if key not in FREE}
+    found |= {key: value for key, value in dotted(compared, "") if not _under(key, COVERED)}
+    if threads is not None and (config.get("target") or {}).get("name", "engine") == "engine":
         found["target.threads"] = threads
     return found
 
@@ -104,14 +103,3 @@ def _short(value: Any) -> str:
 
 def _under(key: str, names: Collection[str]) -> bool:
     return any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in names)
-
-
-def _flatten(key: str, value: Any, found: dict[str, Any]) -> None:
-    if isinstance(value, dict) and value:
-        for name, item in value.items():
-            _flatten(f"{key}.{name}", item, found)
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        for index, item in enumerate(value):
-            _flatten(f"{key}[{index}]", item, found)
-    else:
-        found[key] = value

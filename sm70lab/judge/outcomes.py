@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sm70lab.judge import acceptance
 from sm70lab.judge.audit import token_audit
 from sm70lab.judge.statistics import Decision, SequentialTest
-from sm70lab.judge.verdict import NON_FINITE, RouteFacts, shape_evidence
-from sm70lab.schema import Gate, Generation, Sprt, Status, TokenScores
+from sm70lab.judge.verdict import NON_FINITE, RouteFacts, acceptance_evidence, shape_evidence
+from sm70lab.schema import BROKEN_ENDS, Gate, Generation, Sprt, Status, TokenScores
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,11 @@ def generation_outcome(
         return GenerationOutcome(
             False, str(shape.details["generations"][generation.key]["failures"][0]["line"])
         )
-    accept = acceptance.evidence([generation], gate, facts.draft_tokens)
+    accept = acceptance_evidence([generation], gate, facts)
     if accept.status is Status.bad:
         return GenerationOutcome(False, accept.line)
+    if generation.finish_reason in BROKEN_ENDS:
+        return GenerationOutcome(None, generation.note)
     if generation.finish_reason == "interrupted":
         return GenerationOutcome(None, "interrupted")
     return GenerationOutcome(None, shape.line) if shape.status is Status.unknown else GenerationOutcome(True)

@@ -1,4 +1,4 @@
-"""Reasoning and content of one output, told apart by the think markers."""
+"""Reasoning and content of one output, told apart by the server or by the think markers."""
 
 from __future__ import annotations
 
@@ -34,9 +34,15 @@ def split(generation: Generation) -> Parts:
     """Split one output at its think markers; without any, all of it is content.
 
     The opening marker stands at the beginning of the text or, as some chat templates have it, at the
-    end of the prompt. A closing marker alone ends a reasoning that began with the text.
+    end of the prompt. A closing marker alone ends a reasoning that began with the text. Where a server
+    told them apart, its word counts; places are those of ``Generation.full_text``.
     """
-    text = generation.text
+    text = generation.full_text
+    if generation.reasoning is not None:
+        reasoning, content = Part("reasoning", len(OPEN), generation.reasoning), generation.text
+        if not content:
+            return Parts((reasoning,), open=True)
+        return Parts((reasoning, Part("content", len(text) - len(content), content)), open=False)
     start = len(text) - len(text.lstrip())
     opened = text.startswith(OPEN, start)
     start = start + len(OPEN) if opened else 0

@@ -181,3 +181,24 @@ def _all_equal(codes: NDArray[np.int64], starts: NDArray[np.int64], size: int) -
         if (unequal[windows + size] != unequal[windows]).any():
             return False
     return True
+
+
+def byte_counts(codes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """UTF-8 bytes of each character."""
+    return np.asarray(1.0 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000))
+
+
+def token_shares(codes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Tokens of each character, for a tokenizer nobody knows: a byte-level one with few merges.
+
+    Half a token a letter, one a digit or mark, one a run of blanks, one a byte outside ASCII.
+    """
+    lower = codes | 0x20
+    letter = (lower >= ord("a")) & (lower <= ord("z"))
+    blank = codes == ord(" ")
+    inside = np.zeros(codes.size, dtype=bool)
+    inside[1:] = blank[1:] & blank[:-1]
+    shares = byte_counts(codes)
+    shares[letter] = 0.5
+    shares[inside] = 0.0
+    return shares

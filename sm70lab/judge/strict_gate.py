@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sm70lab.judge import repeats, text_shape
-from sm70lab.judge.degenerate import Finding, ending_chain, in_part, token_shares
+from sm70lab.judge.degenerate import Finding, ending_chain, in_part
 from sm70lab.judge.periodicity import Windows, exact_loops
 from sm70lab.judge.reasoning import Part, Parts, split
 from sm70lab.judge.text_shape import ShapeMetrics, quoted
@@ -22,8 +22,7 @@ from sm70lab.schema import Evidence, Gate, Generation, Status, StrictGate
 
 _OF_THE_FIELD = {"tokens": "early_stop", "bad_markers": "bad_markers", "contract": "contract"}
 _LOOPS = ("loop", "chain")
-_ECHO_PLACE = 1000  # characters: a long prompt is echoed when it stands among the first so many
-_ECHO_LENGTH = 200  # characters of a prompt that are compared
+_ECHO_LENGTH = 200  # characters: nobody quotes so long a question whole before the answer
 _CHAT_USER, _CHAT_END = "<|im_start|>user\n", "<|im_end|>"
 
 
@@ -68,7 +67,7 @@ def _digits(metrics: ShapeMetrics, strict: StrictGate) -> Iterator[Finding]:
 
 
 def _thinking(generation: Generation, parts: Parts, strict: StrictGate) -> Iterator[Finding]:
-    tokens, limit = len(generation.token_ids), strict.thinking_tokens
+    tokens, limit = text_shape.judged_tokens(generation), strict.thinking_tokens
     stopped = generation.finish_reason == "stop"
     if parts.open and stopped:
         line = f"stopped inside its thinking after {tokens:,} tokens; there is no content"
@@ -83,18 +82,25 @@ def _thinking(generation: Generation, parts: Parts, strict: StrictGate) -> Itera
 
 
 def _echo(generation: Generation, content: Part, strict: StrictGate) -> Iterator[Finding]:
-    """The prompt's own words where the answer should begin."""
+    """The whole question again in place of an answer: with little besides, more than once, or long.
+
+    A sound answer may well begin by quoting a short question, and may give back a text out of a long
+    one, but not the words of the request around it.
+    """
     user = _user_text(generation.prompt.text)
-    prompt = _fold(generation.prompt.text if user is None else user)[:_ECHO_LENGTH]
-    if len(prompt) <= strict.echo_characters:
+    asked = _fold(generation.prompt.text if user is None else user)
+    answer = _fold(content.text)
+    if len(asked) <= strict.echo_characters or not answer.startswith(asked):
         return
-    place = _fold(content.text[: 4 * _ECHO_PLACE]).find(prompt)
-    long = user is not None and len(prompt) == _ECHO_LENGTH
-    if place == 0 or (long and 0 < place < _ECHO_PLACE):
-        lead = len(content.text) - len(content.text.lstrip()) if place == 0 else 0
-        line = f"the prompt is echoed: {quoted(prompt)}"
-        limit, start = strict.echo_characters, content.start + lead
-        yield Finding("prompt_echo", len(prompt), limit, line, "content", start, unit=prompt[:120])
+    times = answer.count(asked)
+    if 2 * len(asked) >= len(answer) or times > 1 or len(asked) >= _ECHO_LENGTH:
+        again = f" {times:,} times" if times > 1 else ""
+        line = f"the prompt is echoed{again}: {quoted(asked)}"
+        start = content.start + len(content.text) - len(content.text.lstrip())
+        yield Finding(
+            "prompt_echo", len(asked), strict.echo_characters, line, "content", start,
+            count=times, unit=asked[:120],
+        )  # fmt: skip
 
 
 def _user_text(prompt: str) -> str | None:
@@ -133,7 +139,7 @@ def _located(finding: Finding, generation: Generation, token: int) -> Finding:
         return finding
     about = ""
     if token < 0 and generation.token_ids:
-        shares = token_shares(repeats.code_points(generation.text))
+        shares = repeats.token_shares(repeats.code_points(generation.full_text))
         share = shares[: finding.position].sum() / shares.sum()
         token, about = round(len(generation.token_ids) * float(share)), "about "
     place = f"from character {finding.position:,}" + (f" ({about}token {token:,})" if token >= 0 else "")
@@ -163,9 +169,8 @@ def evidence(generations: Sequence[Generation], gate: Gate) -> Evidence:
         status, line = Status.unknown, lacking[0] if lacking else "no output"
     else:
         status = Status.ok
-        total = sum(m.tokens for m in measured)
         outputs = f"{len(measured):,} output" + ("" if len(measured) == 1 else "s")
-        line = f"{outputs}, {total:,} tokens: no loop, flood, salad or echo"
+        line = f"{outputs}, {text_shape.token_words(generations)}: no loop, flood, salad or echo"
     failed = sum(map(bool, fields.values()))
     if failed:
         names = ", ".join(dict.fromkeys(name for names in fields.values() for name in names))
@@ -184,7 +189,7 @@ def _lacking(generation: Generation, metrics: ShapeMetrics, gate: Gate) -> str:
     if short := text_shape.shortfall(metrics, gate):
         return f"an output was cut {short} tokens below the {gate.min_tokens} needed"
     if split(generation).open and generation.finish_reason == "length":
-        tokens = len(generation.token_ids)
+        tokens = metrics.tokens
         return f"{generation.key}: {tokens:,} tokens ended inside the thinking; there is no content to judge"
     return ""
 

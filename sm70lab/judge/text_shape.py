@@ -27,7 +27,12 @@ RUN_METRICS = {
     "repeat100": "repeat100",
     "max_same_line_run": "line run",
 }
-_CUT = {"length": "cut by the token budget", "interrupted": "interrupted"}
+_CUT = {
+    "length": "cut by the token budget",
+    "interrupted": "interrupted",
+    "connection_lost": "cut when the connection was lost",
+    "timeout": "cut by a time limit",
+}
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,12 @@ class Failure:
 
 def measure(generation: Generation, bad_markers: Sequence[str] = ()) -> ShapeMetrics:
     """Measure one generation. Raises ``UsageError`` for a contract that nobody knows."""
-    text = generation.text
+    text = generation.full_text
     windows = repeats.window_repeats(text, (20, 50, 100))
     return ShapeMetrics(
         key=generation.key,
         finish_reason=generation.finish_reason,
-        tokens=len(generation.token_ids),
+        tokens=judged_tokens(generation),
         max_same_token_run=repeats.token_run(generation.token_ids),
         max_digit_run=repeats.digit_run(text),
         max_same_char_run=repeats.char_run(text),
@@ -83,8 +88,25 @@ def measure(generation: Generation, bad_markers: Sequence[str] = ()) -> ShapeMet
     )
 
 
+def judged_tokens(generation: Generation) -> int:
+    """Output tokens; of a server that counts none, about how many the text has."""
+    if generation.tokens:
+        return generation.tokens
+    return round(float(repeats.token_shares(repeats.code_points(generation.full_text)).sum()))
+
+
+def token_words(generations: Sequence[Generation]) -> str:
+    """How many tokens these outputs have, and where that is only estimated."""
+    total = sum(map(judged_tokens, generations))
+    uncounted = sum(not generation.tokens and bool(generation.full_text) for generation in generations)
+    if not uncounted:
+        return f"{total:,} tokens"
+    whose = "" if uncounted == len(generations) else f" of {uncounted} outputs"
+    return f"about {total:,} tokens (the server tells no number of tokens{whose}: it is unknown)"
+
+
 def _markers(generation: Generation, bad_markers: Sequence[str]) -> tuple[Found, ...]:
-    text = generation.text
+    text = generation.full_text
     if generation.finish_reason != "stop":
         text = text.rstrip("\ufffd")  # the cut may fall inside a multi-byte character: no fault
     return tuple(Found(text.count(m), m, text.find(m)) for m in bad_markers if m in text)
@@ -156,10 +178,9 @@ def evidence(generations: Sequence[Generation], gate: Gate) -> Evidence:
         )
     else:
         status = Status.ok
-        total = sum(m.tokens for m in measured)
         highest = {name: max(getattr(m, name).value for m in measured) for name in RUN_METRICS}
         listed = ", ".join(f"{RUN_METRICS[n]} {v} of {getattr(gate, n)}" for n, v in highest.items())
-        line = f"{_count(len(measured), 'output')}, {total:,} tokens: {listed}"
+        line = f"{_count(len(measured), 'output')}, {token_words(generations)}: {listed}"
     if excused:
         line += f" ({excused[0]}" + (f"; {len(excused) - 1} more)" if len(excused) > 1 else ")")
     numbers = worst(measured)

@@ -11,6 +11,7 @@
 | any | too short to say | any | inconclusive: how many more |
 | ok or none | ok | interrupted | inconclusive: let it finish |
 | ok | ok | finished | pass |
+| ok or none | ok | connection lost, timeout, server's error, unreadable | inconclusive: what failed |
 | none | ok | finished | pass, on text alone: the reason says so and ``audited`` is 0 |
 """
 
@@ -19,9 +20,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sm70lab.judge import acceptance, audit, strict_gate, text_shape
+from sm70lab.judge import acceptance, audit, served_acceptance, strict_gate, text_shape
 from sm70lab.judge.tolerance import Tolerance
 from sm70lab.schema import (
+    BROKEN_ENDS,
+    CounterWindow,
     Evidence,
     Gate,
     Generation,
@@ -32,7 +35,7 @@ from sm70lab.schema import (
     VerdictKind,
 )
 
-NO_SPEED = {"accounting", "rise_with_repetition"}  # findings beside which tok/s is no speed
+NO_SPEED = {"accounting", "rise_with_repetition", "other_traffic"}  # findings beside which tok/s is no speed
 NON_FINITE = {"non_finite": VerdictKind.route_fault, "model_non_finite": VerdictKind.model_degenerate}
 
 
@@ -43,6 +46,9 @@ class RouteFacts:
     draft_tokens: int  # 0: the no-draft run
     temperature: float  # 0: greedy
     tolerance: Tolerance  # of the audit: ``tolerance.tolerance_for``
+    reference: str = ""  # of a server's run: which reference judged it, or why none could
+    served: bool = False  # no rounds, and ``draft_tokens`` is what the route is said to be
+    named_route: bool = True  # the route was chosen, and is not whatever the server runs
 
 
 def judge(
@@ -50,8 +56,9 @@ def judge(
     scores: Sequence[TokenScores | None] | None,
     gate: Gate,
     facts: RouteFacts,
+    counters: Sequence[CounterWindow] = (),
 ) -> Verdict:
-    """Judge a run: one verdict over all its generations.
+    """Judge a run: one verdict over all its generations. ``counters``: of a server, in order of time.
 
     ``scores`` lie parallel to the generations; None (or nothing but None) where no reference can
     score. Evidence comes from weak to strong: shape, acceptance, audit. The acceptance evidence
@@ -60,7 +67,7 @@ def judge(
     ``ValueError`` for scores that do not fit their generation.
     """
     shape = shape_evidence(generations, gate)
-    accept = acceptance.evidence(generations, gate, facts.draft_tokens)
+    accept = acceptance_evidence(generations, gate, facts, counters)
     scored = scores is not None and any(s is not None for s in scores)
     if scores is not None and scored:
         checked = audit.evidence(
@@ -68,9 +75,25 @@ def judge(
         )
     else:
         checked = Evidence("audit", Status.unknown, "no reference scored this run")
+    if facts.reference:
+        checked.line += f"; reference: {facts.reference}" if scored else f": {facts.reference}"
+        checked.details["reference"] = facts.reference
     checked.metrics["audited"] = float(scored)
-    kind, reason = _decide(generations, shape, accept, checked, scored)
+    kind, reason = _decide(generations, shape, accept, checked, scored, facts)
     return Verdict(kind, reason, [shape, _mark_speed(accept, kind), checked])
+
+
+def acceptance_evidence(
+    generations: Sequence[Generation],
+    gate: Gate,
+    facts: RouteFacts,
+    counters: Sequence[CounterWindow] = (),
+) -> Evidence:
+    """Acceptance from the rounds, or of a server from what it counted."""
+    if facts.served:
+        wanted = facts.draft_tokens if facts.named_route else None
+        return served_acceptance.evidence(generations, counters, wanted)
+    return acceptance.evidence(generations, gate, facts.draft_tokens)
 
 
 def shape_evidence(generations: Sequence[Generation], gate: Gate) -> Evidence:
@@ -81,14 +104,20 @@ def shape_evidence(generations: Sequence[Generation], gate: Gate) -> Evidence:
 
 
 def _decide(
-    generations: Sequence[Generation], shape: Evidence, accept: Evidence, checked: Evidence, scored: bool
+    generations: Sequence[Generation],
+    shape: Evidence,
+    accept: Evidence,
+    checked: Evidence,
+    scored: bool,
+    facts: RouteFacts,
 ) -> tuple[VerdictKind, str]:
     for finish, kind in NON_FINITE.items():
         broken = next((g for g in generations if g.finish_reason == finish), None)
         if broken is not None:
             return kind, f"{broken.key}: {broken.note}"
-    if not any(g.token_ids for g in generations):
-        return VerdictKind.inconclusive, "nothing was generated"
+    if not any(g.tokens or g.full_text for g in generations):
+        why = next((f": {g.key}: {g.note}" for g in generations if g.note), "")
+        return VerdictKind.inconclusive, f"nothing was generated{why}"
     if checked.status is Status.bad:
         return VerdictKind.route_fault, checked.line
     text = next((e for e in (shape, accept) if e.status is Status.bad), None)
@@ -101,6 +130,11 @@ def _decide(
             )
         need = f"the audit needs more ({checked.line})" if scored else "an audit must say whose fault it is"
         return VerdictKind.inconclusive, f"the text fails, and {need}: {text.line}"
+    lost = [g for g in generations if g.finish_reason in BROKEN_ENDS]
+    if lost:
+        more = f"; so ended {len(lost)} of {len(generations)} outputs" if len(lost) > 1 else ""
+        line = f"{lost[0].key}: {lost[0].finish_reason}: {lost[0].note}{more}; no fault of the route so far"
+        return VerdictKind.inconclusive, line
     if scored and checked.status is Status.unknown:
         return VerdictKind.inconclusive, checked.line
     if shape.status is Status.unknown:
@@ -112,7 +146,11 @@ def _decide(
             f"interrupted: {interrupted} of {len(generations)} outputs did not finish; no fault so far",
         )
     if not scored:
-        return VerdictKind.passed, "text and acceptance are sound; losslessness was not audited"
+        why = f" ({facts.reference})" if facts.reference else ""
+        if accept.status is Status.unknown:
+            line = f"the text is sound; acceptance is not known, and losslessness was not audited{why}"
+            return VerdictKind.passed, line
+        return VerdictKind.passed, f"text and acceptance are sound; losslessness was not audited{why}"
     return VerdictKind.passed, "the text is sound, and every token is one the reference could have drawn"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,19 @@ def place(given: str | None) -> Path:
     return (conf_dir() if inside else Path.cwd()) / ACCEPTED
 
 
+def check_place(path: Path) -> None:
+    """Raise ``UsageError`` where ``save`` could not write ``path``: known before hours of work, not after."""
+    if path.is_dir():
+        raise UsageError(f"into={path}: is a folder; name a file in it, such as {path / ACCEPTED}")
+    if not path.parent.is_dir():
+        raise UsageError(f"into={path}: no such folder {path.parent}; make it first")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UsageError(f"into={path}: {path.parent} cannot be written ({error.strerror})") from error
+
+
 def find(given: str | None = None) -> Accepted | None:
     """The pinned route: ``given``, else ``accepted.yaml`` of the working folder, else of ``conf/``.
 
@@ -88,10 +102,6 @@ def load(path: Path) -> Accepted:
 
 def save(path: Path, values: dict[str, Any]) -> Accepted:
     """Write it whole or not at all; lists of token ids go on one line each."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{path.parent}: cannot be made ({error.strerror or error})") from error
     write_text(path, HEADER + _dump(values))
     return Accepted(path, values)
 
@@ -102,7 +112,7 @@ def baseline(given: str | None = None) -> tuple[Settings, Accepted | None]:
     if found is not None:
         return found.settings, found
     config = compose()
-    return settings_of(plain(config), model_hash(config.model)), None
+    return settings_of(plain(config), model_hash(config.model, config.target)), None
 
 
 def _sequence(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:

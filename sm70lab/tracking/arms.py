@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sm70lab.config_checks_target import ENGINE, SERVER_HARDWARE
 from sm70lab.errors import UsageError
 from sm70lab.judge.comparison import KEYED, Arm, RunRecord, Sample
 from sm70lab.judge.fairness import facts
@@ -79,7 +80,10 @@ def _record(folder: RunFolder, result: dict[str, Any], config: dict[str, Any]) -
     fault = verdict in (VerdictKind.route_fault, VerdictKind.model_degenerate)
     shown_alone = any(g.get("passed") is False for g in generations)
     route, sampling = config["route"], config["sampling"]
-    keyed = not sampling["temperature"] or not route["draft_tokens"] or route["draft_sampling"] in KEYED
+    ours = config.get("target", {}).get("name", ENGINE) == ENGINE  # a server draws with noise of its own
+    keyed = not sampling["temperature"] or (
+        ours and (not route["draft_tokens"] or route["draft_sampling"] in KEYED)
+    )
     return RunRecord(
         name=f"{folder.path.parent.name}/{folder.path.name}",
         seed=result["seed"],
@@ -119,6 +123,8 @@ def _environment(folder: RunFolder) -> dict[str, Any]:
 
 def _hardware(device: str, environment: dict[str, Any]) -> str:
     """The name of the device a run used."""
+    if device == SERVER_HARDWARE:
+        return device
     gpus = environment.get("gpus") or []
     if device.startswith("cuda"):
         index = int(device.partition(":")[2] or 0)

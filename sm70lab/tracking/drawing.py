@@ -158,11 +158,17 @@ def novelty_speed(windows: Sequence[dict[str, Any]], width: int) -> Figure:
     return figure
 
 
-def evidence(runs: Sequence[Sequence[dict[str, Any]]], limit: float | None, width: int) -> Figure:
+def evidence(
+    runs: Sequence[Sequence[dict[str, Any]]],
+    limit: float | None,
+    width: int,
+    series: Sequence[int] = (),
+) -> Figure:
     """The audit's running evidence, one line a run, over all its outputs in a row; faults marked.
 
     ``runs`` holds each run's ``curve`` (see ``judge.audit``): it runs on from one output into the next.
-    ``limit`` is the log10 at which the audit decides. A run without a fault is a thin line.
+    ``limit`` is the log10 at which the audit decides. A run without a fault is a thin line. ``series``
+    gives each run's place in a legend: where it tells several apart, a line has its colour and marker.
     """
     figure = new_figure(width, 300)
     axes = figure.subplots()
@@ -170,10 +176,15 @@ def evidence(runs: Sequence[Sequence[dict[str, Any]]], limit: float | None, widt
     axes.axhline(0, color=MUTED, lw=0.8)
     if limit is not None:
         axes.axhline(limit, color=FAULT, ls="--", lw=1.2)
-    for curve in runs:
+    several = len(set(series)) > 1
+    for curve, index in zip(runs, series or [0] * len(runs), strict=True):
         tokens, values, faults, edges = _joined(curve)
         loud = bool(faults) or (limit is not None and max(values, default=0.0) >= limit)
-        axes.plot(tokens, values, color=FAULT if loud else COLOURS[0], lw=2 if loud else 1.2)
+        (line,) = axes.plot(tokens, values, color=FAULT if loud else COLOURS[0], lw=2 if loud else 1.2)
+        if several:
+            # Marked here and there, each series at other tokens: flat lines lie on one another.
+            line.set(color=colour(index), marker=MARKERS[index % len(MARKERS)], markersize=6)
+            line.set(markeredgewidth=0, markevery=(0.02 * (1 + index % len(MARKERS)), 0.2))
         if len(runs) == 1:
             for edge in edges:
                 axes.axvline(edge, color=MUTED, lw=1, ls=":")

@@ -27,7 +27,8 @@ PACKAGES = (
     "mlflow",
 )
 GIT_SECONDS = 10
-NOT_TYPED = ("hydra.", "tracking.sweep=auto-")  # arguments that ``run`` adds to those of its user
+CONFIG_DIR = "--config-dir="  # so ``run`` adds the shipped folder; the user's own is two words there
+NOT_TYPED = ("hydra.", "tracking.sweep=auto-", CONFIG_DIR)  # what ``run`` adds to its user's arguments
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from sm70lab.config import plain
 from sm70lab.config_checks import RANDOM_MODELS
+from sm70lab.config_checks_target import OPENAI, REACHING, SERVED, SERVER_HARDWARE, VLLM
 from sm70lab.errors import UsageError
-from sm70lab.schema import ExperimentConfig, ModelSpec
+from sm70lab.schema import ExperimentConfig, ModelSpec, TargetConfig
+from sm70lab.targets.vllm_code import server_code
 from sm70lab.tracking.environment import cpu_name, gpus, package_versions
 
 NOT_COUNTED = ("display", "tracking", "force")  # they change what is shown and kept, not what is run
@@ -29,20 +31,25 @@ def fingerprint(config: ExperimentConfig, model: str) -> str:
     for key in NOT_COUNTED:
         del resolved[key]
     del resolved["model"]["path"]
+    resolved["target"] = {key: value for key, value in resolved["target"].items() if key not in REACHING}
     versions = package_versions()
     parts = {
         "config": resolved,
         "model": model,
         "code": code_revision(),
         "packages": {name: versions.get(name) for name in COUNTED_PACKAGES},
-        "hardware": hardware(config.target.device),
+        "hardware": hardware(config.target),
     }
+    if config.target.name == VLLM:
+        parts["server"] = server_code(config.target).revision
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def hardware(device: str) -> str:
+def hardware(target: TargetConfig) -> str:
     """The device a run uses, by its name: numbers and speeds differ between devices."""
-    devices = gpus()
+    if target.name == OPENAI:
+        return SERVER_HARDWARE
+    device, devices = target.device, gpus()
     if device == "cpu" or (device == "auto" and not devices):
         return cpu_name()
     index = int(device.split(":")[1]) if ":" in device else 0
@@ -52,14 +59,19 @@ def hardware(device: str) -> str:
     return devices[index].name
 
 
-def model_hash(model: ModelSpec) -> str:
+def model_hash(model: ModelSpec, target: TargetConfig | None = None) -> str:
     """SHA-256 over a model folder's configuration, tokenizer and weights, or the random model's shape.
 
+    Of a ``served`` model nothing is here to hash: the server's address and the model's name stand in.
     Files over 1 GiB count by size, change time, header and 256 samples, so a 50 GB checkpoint
     takes a second. Raises ``UsageError`` for a missing or unreadable folder.
     """
-    folder = _model_folder(model)
     digest = hashlib.sha256()
+    if model.name == SERVED:
+        place = [target.base_url, target.served_model] if target is not None else []
+        digest.update(json.dumps(place).encode())
+        return digest.hexdigest()
+    folder = _model_folder(model)
     if folder is None:
         digest.update(json.dumps([plain(model.shape), model.seed, model.dtype.name], sort_keys=True).encode())
         return digest.hexdigest()

@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from sm70lab.config import plain
+from sm70lab.config_checks_target import SERVER_HARDWARE
 from sm70lab.errors import UsageError
 from sm70lab.schema import ExperimentConfig
 from sm70lab.tracking import notes as note_file
@@ -278,6 +279,8 @@ def code_of(run: Record) -> str | None:
 def hardware_of(run: Record) -> str:
     """The name of the device a run used."""
     device = str((run.result.get("loaded") or {}).get("device", ""))
+    if device == SERVER_HARDWARE:
+        return device
     gpus = run.environment.get("gpus") or []
     if device.startswith("cuda") and gpus:
         index = int(device.partition(":")[2] or 0)

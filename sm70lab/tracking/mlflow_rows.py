@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from sm70lab.dotted import dotted
 from sm70lab.judge.acceptance import Pooled, pool
 from sm70lab.schema import Round
 
@@ -32,7 +33,7 @@ class Point:
 
 def params(config: dict[str, Any]) -> dict[str, str]:
     """The configuration, flattened to dotted names and cut to MLflow's limits."""
-    return {_name(key): value[:PARAM_CHARS] for key, value in _flatten(config, "")}
+    return {_name(key): _text(value)[:PARAM_CHARS] for key, value in dotted(config, "", ".{}")}
 
 
 def tags(result: dict[str, Any], environment: dict[str, Any], folder: str, summary: str) -> dict[str, str]:
@@ -79,8 +80,12 @@ def metrics(result: dict[str, Any]) -> Iterator[Point]:
     if speed := result.get("speed"):
         prefix = "speed" if speed["valid"] else "speed_invalid"
         for key, value in speed.items():
-            if key != "valid":
+            if key not in ("valid", "shared"):
                 yield from _point(f"{prefix}.{key}", value, tokens)
+    for name, percentiles in (result.get("latency") or {}).items():
+        if isinstance(percentiles, dict):
+            for key, value in percentiles.items():
+                yield from _point(f"latency.{name}.{key}", value, tokens)
     for g in result["generations"]:
         yield Point(_name(f"generation.{g['key']}.tokens"), g["tokens"], g["tokens"])
         yield from _point(f"generation.{g['key']}.decode_seconds", g["decode_seconds"], g["tokens"])
@@ -137,17 +142,8 @@ def _point(key: str, value: float | None, step: int) -> Iterator[Point]:
         yield Point(_name(key), float(value), step)
 
 
-def _flatten(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _flatten(item, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        for index, item in enumerate(value):
-            yield from _flatten(item, f"{prefix}.{index}")
-    elif isinstance(value, str):
-        yield prefix, value
-    else:
-        yield prefix, json.dumps(value, ensure_ascii=False)
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _name(key: str) -> str:

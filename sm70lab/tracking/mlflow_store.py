@@ -31,6 +31,7 @@ from sm70lab.tracking.run_folder import (
     FIGURES,
     GENERATIONS,
     RESULT,
+    SERVER_LOG,
     SUMMARY,
     RunFolder,
     all_runs,
@@ -40,7 +41,7 @@ T = TypeVar("T")
 METRICS_A_CALL, PARAMS_A_CALL, TAGS_A_CALL = 1000, 100, 100
 LOCK_SECONDS = 600.0
 STATUS = {"finished": "FINISHED", "interrupted": "KILLED"}
-ARTIFACTS = (CONFIG, RESULT, SUMMARY, ENVIRONMENT, tables.ROUNDS, tables.AUDIT)
+ARTIFACTS = (CONFIG, RESULT, SUMMARY, ENVIRONMENT, SERVER_LOG, tables.ROUNDS, tables.AUDIT)
 DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 

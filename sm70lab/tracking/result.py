@@ -17,8 +17,10 @@ from sm70lab.schema import (
     Verdict,
     VerdictKind,
 )
+from sm70lab.tracking.latency import latency, latency_line
 
 NO_HAZARD = "none"
+SHARED = "other_traffic"  # finding of the acceptance beside which a speed is no measure
 SPEED = ("tokens_per_second", "rounds_per_second", "acceptance_length")
 VERDICT_KEYS = ("kind", "reason", "evidence")
 EVIDENCE_KEYS = ("kind", "status", "line", "metrics", "details")
@@ -54,6 +56,7 @@ def build(
         "loaded": target,
         "verdict": None if verdict is None else _verdict(verdict),
         "speed": None if verdict is None else speed(verdict, config.hazard),
+        "latency": latency(generations),
         "generations": [_generation(generation) for generation in generations],
         "reproduces": None,
         "sequential": None,
@@ -65,7 +68,8 @@ def speed(verdict: Verdict, hazard: str = NO_HAZARD) -> dict[str, Any]:
     metrics = next((e.metrics for e in verdict.evidence if e.kind == "acceptance"), {})
     valid = verdict.kind == VerdictKind.passed and bool(metrics.get("speed_valid", 1))
     valid = valid and hazard == NO_HAZARD
-    return {"valid": valid, **{key: metrics.get(key) for key in SPEED}}
+    shared = any(SHARED in e.details.get("findings", {}) for e in verdict.evidence if e.kind == "acceptance")
+    return {"valid": valid, "shared": shared, **{key: metrics.get(key) for key in SPEED}}
 
 
 def incomplete(result: Any) -> str | None:
@@ -144,7 +148,8 @@ def speed_line(result: dict[str, Any]) -> str:
         if values[key] is not None
     ]
     line = ", ".join(parts) or "not measured"
-    return line if values["valid"] else f"{line} (invalid: only a passing run's speed counts)"
+    why = "the server worked for others, too" if values.get("shared") else "only a passing run's speed counts"
+    return line if values["valid"] else f"{line} (invalid: {why})"
 
 
 def hazard_line(result: dict[str, Any]) -> str | None:
@@ -183,6 +188,8 @@ def summary(result: dict[str, Any]) -> str:
         lines = [head, "", f"**{result['verdict']['kind']}**: {result['verdict']['reason']}", ""]
         lines += [f"- {kind} ({status}): {line}" for kind, status, line in evidence_lines(result)]
         lines.append(f"- speed: {speed_line(result)}")
+    if (line := latency_line(result.get("latency"))) is not None:
+        lines.append(f"- latency: {line}")
     if (line := repeats_line(result)) is not None:
         lines.append(f"- repeats: {line}")
     if (line := reproduces_line(result)) is not None:
@@ -195,6 +202,8 @@ def summary(result: dict[str, Any]) -> str:
         f"| {g['prefill_seconds']:.2f} | {g['decode_seconds']:.2f} |"
         for g in result["generations"]
     ]
+    notes = [f"- {g['key']}: {g['note']}" for g in result["generations"] if g["note"]]
+    lines += ["", *notes] if notes else []
     made = f"sm70lab {result['sm70lab']}, {result['finished']}"
     lines += ["", f"Fingerprint `{result['fingerprint']}`, {made}."]
     return "\n".join(lines) + "\n"
@@ -229,13 +238,26 @@ def _generation(generation: Generation) -> dict[str, Any]:
         "repeat": generation.repeat,
         "seed": generation.seed,
         "prompt_tokens": len(generation.prompt.token_ids),
-        "tokens": len(generation.token_ids),
+        "tokens": generation.tokens,
         "max_tokens": generation.prompt.max_tokens,
-        "characters": len(generation.text),
+        "characters": len(generation.full_text),
         "rounds": len(generation.rounds),
         "finish_reason": generation.finish_reason,
         "prefill_seconds": generation.prefill_seconds,
         "decode_seconds": generation.decode_seconds,
         "token_ids_sha256": token_hash(generation.token_ids),
         "note": generation.note,
+        **({} if not generation.request else _served(generation)),
+    }
+
+
+def _served(generation: Generation) -> dict[str, Any]:
+    """What a server's output has besides."""
+    return {
+        "ids": len(generation.token_ids),
+        "reasoning_characters": len(generation.reasoning or ""),
+        "ttft_seconds": generation.ttft_seconds,
+        "chunks": len(generation.arrivals),
+        "retries": len(generation.request.get("failed_tries", ())),
+        "faults": len(generation.request.get("faults", ())),
     }

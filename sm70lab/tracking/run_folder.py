@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from sm70lab.addresses import without_password
 from sm70lab.config import plain
 from sm70lab.errors import UsageError
 from sm70lab.raw_text import dump_yaml
-from sm70lab.schema import ExperimentConfig, Generation, TokenScores
+from sm70lab.schema import ExperimentConfig, Generation, Speculation, TokenScores
 from sm70lab.tracking import environment, tables
 from sm70lab.tracking.atomic import disk_error, write_json, write_text
 from sm70lab.tracking.fingerprint import code_revision
@@ -31,6 +32,7 @@ CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 GENERATIONS = "generations"
 FIGURES = "figures"
+SERVER_LOG = "server.log"  # of a server that the run started
 
 
 class RunFolder:
@@ -133,9 +135,10 @@ class RunFolder:
     # --------------------------------------------------------------- contents
 
     def save_generation(self, generation: Generation) -> None:
-        """The text as it is, and the token ids with their end and seed."""
+        """The text as it is (a server's reasoning between think markers), and the token ids with their end
+        and seed; of a server's also what was sent, and what came of it."""
         base = self.path / GENERATIONS / generation.key
-        write_text(base.with_name(base.name + ".txt"), generation.text)
+        write_text(base.with_name(base.name + ".txt"), generation.full_text)
         record = {
             "prompt": generation.prompt.name,
             "repeat": generation.repeat,
@@ -145,11 +148,22 @@ class RunFolder:
             "token_ids": list(generation.token_ids),
             "note": generation.note,
         }
+        if generation.request:
+            record |= {"reasoning": generation.reasoning, "counted_tokens": generation.counted_tokens}
+            record |= {"request": generation.request, "speculation": _plain(generation.speculation)}
         write_text(base.with_name(base.name + ".tokens.json"), json.dumps(record, ensure_ascii=False) + "\n")
 
+    def save_texts(self, files: dict[str, str]) -> None:
+        """Text files of the target's own: name → content."""
+        for name, text in files.items():
+            write_text(self._marker(name), text)
+
     def save_tables(self, generations: Sequence[Generation], scores: dict[str, TokenScores]) -> None:
-        """``rounds.parquet`` (one row a round), and with scores ``audit.parquet`` (one row a token)."""
+        """``rounds.parquet`` (one row a round), of a server's run ``arrivals.parquet`` (one row a chunk), and
+        with scores ``audit.parquet`` (one row a token)."""
         tables.write_rounds(self.path / tables.ROUNDS, generations)
+        if any(generation.arrivals for generation in generations):
+            tables.write_arrivals(self.path / tables.ARRIVALS, generations)
         if scores:
             tables.write_audit(self.path / tables.AUDIT, generations, scores)
 
@@ -204,6 +218,10 @@ class RunFolder:
 
     def _marker(self, name: str) -> Path:
         return self.path / name
+
+
+def _plain(speculation: Speculation | None) -> dict[str, Any] | None:
+    return None if speculation is None else asdict(speculation)
 
 
 def experiment_folder(config: ExperimentConfig) -> Path:

@@ -1,4 +1,4 @@
-"""The two tables of a run: one row a round, one row an audited token."""
+"""The tables of a run: one row a round, one row an audited token, one row a chunk of a server's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from sm70lab.tracking.atomic import write_with
 
 ROUNDS = "rounds.parquet"
 AUDIT = "audit.parquet"
+ARRIVALS = "arrivals.parquet"
 
 
 def write_rounds(path: Path, generations: Sequence[Generation]) -> None:
@@ -36,6 +37,15 @@ def read_rounds(path: Path) -> dict[str, list[Round]]:
     for row in pq.read_table(path).to_pylist():
         found.setdefault(row["generation"], []).append(Round(**{f.name: row[f.name] for f in fields(Round)}))
     return found
+
+
+def write_arrivals(path: Path, generations: Sequence[Generation]) -> None:
+    """One row a chunk with tokens: which generation, its number there, tokens so far (−1: unknown), and
+    seconds since the request was sent."""
+    rows = [(g.key, number, *arrival) for g in generations for number, arrival in enumerate(g.arrivals)]
+    names = ("generation", "chunk", "tokens", "seconds")
+    columns: dict[str, list[Any]] = {name: [row[i] for row in rows] for i, name in enumerate(names)}
+    _write(path, columns, {"generation": "string", "seconds": "float64"})
 
 
 def write_audit(path: Path, generations: Sequence[Generation], scores: dict[str, TokenScores]) -> None:

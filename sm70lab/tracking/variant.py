@@ -7,10 +7,11 @@ import json
 from functools import cache
 from typing import Any
 
-from sm70lab.config import conf_dir, plain
+from sm70lab.config import conf_dir, defaults_beside, plain
 from sm70lab.config_checks import RANDOM_MODELS
+from sm70lab.config_checks_target import REACHING, own_settings
 from sm70lab.raw_text import load_yaml
-from sm70lab.schema import ExperimentConfig, PromptSpec
+from sm70lab.schema import PromptSpec
 
 NOT_A_VARIANT = ("seed", "repeats", "first_repeat", "sprt", "display", "tracking", "force", "name")
 ID_DIGITS = 7
@@ -26,8 +27,8 @@ def settings_of(recorded: Settings, weights: str | None) -> Settings:
     the model's path (a drawn model is known by its shape and seed). Raises ``ValueError`` where a group
     of settings is something else.
     """
-    defaults = plain(ExperimentConfig())
-    found = _merged(defaults, recorded)
+    defaults = defaults_beside(recorded)
+    found = own_settings(_merged(defaults, recorded))
     for key, value in defaults.items():
         if isinstance(value, dict) and not isinstance(found[key], dict):
             raise ValueError(f"{key} is not a group of settings")
@@ -36,6 +37,7 @@ def settings_of(recorded: Settings, weights: str | None) -> Settings:
     drawn = found["model"].get("name") in RANDOM_MODELS
     found["model"]["weights"] = None if drawn or weights is None else weights[:12]
     del found["model"]["path"]
+    found["target"] = {key: value for key, value in found["target"].items() if key not in REACHING}
     return found
 
 
@@ -46,7 +48,7 @@ def variant_id(settings: Settings) -> str:
     schema do not count either, so that a new setting gives no old run another id.
     """
     route = {key: value for key, value in settings["route"].items() if key != "name"}
-    defaults = plain(ExperimentConfig())
+    defaults = defaults_beside(settings)
     counted = _without(
         settings | {"route": route}, defaults | {"model": defaults["model"] | {"weights": None}}
     )
@@ -95,9 +97,13 @@ def _stock(group: str, name: str) -> Settings | None:
     file = conf_dir() / group / f"{name}.yaml"
     if not file.is_file():
         return None
-    section: Settings = _merged(plain(ExperimentConfig())[group], load_yaml(file))
+    own = {"target": {"name": name}} if group == "target" else {}
+    section: Settings = _merged(defaults_beside(own)[group], load_yaml(file))
+    section.pop("defaults", None)  # Hydra's own
     if group == "model":
         del section["path"]
+    if group == "target":
+        section = {key: value for key, value in section.items() if key not in REACHING}
     if group == "workload":
         section["prompts"] = [_merged(plain(PromptSpec()), prompt) for prompt in section["prompts"]]
     return section

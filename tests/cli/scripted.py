@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sm70lab import cli, experiment
-from sm70lab.schema import BETS, ExperimentConfig, Generation, Prompt, Round, TokenScores
+from sm70lab.schema import BETS, CounterWindow, ExperimentConfig, Generation, Prompt, Round, TokenScores
 from sm70lab.targets.base import OnProgress, Progress
 
 VOCABULARY = 64
@@ -106,6 +106,12 @@ class ScriptedTarget:
 
     def explain(self, generation: Generation, index: int) -> None:
         return None
+
+    def counters(self) -> list[CounterWindow]:
+        return []
+
+    def close(self) -> None:
+        """Nothing to let go of."""
 
 
 if __name__ == "__main__":

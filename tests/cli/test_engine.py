@@ -53,6 +53,8 @@ def test_a_fault_is_named_by_its_token_and_shown_in_its_text(lab: Lab) -> None:
     assert first["context"]["token"].strip() == str(first["token"])
     likeliest = first["alternatives"][0]
     assert likeliest["token"] != first["token"] and likeliest["probability"] > 0
+    drawn = first["drawn"]
+    assert drawn["token"] != first["token"] and 0 < drawn["probability"] <= likeliest["probability"]
     assert audit["details"]["curve"][0]["faults"][0] == first["index"]
 
 

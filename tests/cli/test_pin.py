@@ -122,6 +122,26 @@ def test_where_the_file_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert accepted.place(None) == conf_dir() / "accepted.yaml"
 
 
+@pytest.mark.parametrize(
+    ("into", "words"),
+    [
+        (".", "is a folder; name a file in it"),
+        ("no/such/accepted.yaml", "no such folder"),
+        ("file/accepted.yaml", "no such folder"),
+        ("/proc/accepted.yaml", "/proc cannot be written"),  # not even by root
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_first(
+    into: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    assert main(["pin", "norun", f"into={into}"]) == 2  # not: no such run
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def unaudited(runs: Path) -> Path:
     return edited(runs, lambda result: evidence_of(result, "audit")["metrics"].update(audited=0))
 

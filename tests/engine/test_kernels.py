@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sm70lab.engine.kv_cache import PREFILL_ROWS, gated_attention
+from sm70lab.kernels.arithmetic import Arithmetic
 from sm70lab.kernels.attention import apply_rotary, causal_attention, inverse_frequencies, rotary_table
 from sm70lab.kernels.causal_conv1d import causal_conv1d
 from sm70lab.kernels.gated_delta import gated_delta_chunk, gated_delta_recurrent, gating, l2_normalise
@@ -61,6 +63,15 @@ def test_chunk_equals_recurrent(tokens: int, dtype: torch.dtype) -> None:
     assert_close(final, states[:, -1], limit)
 
 
+def test_chunks_survive_decay_whose_inverse_overflows() -> None:
+    rows, state = delta_inputs(130)
+    rows[3] = rows[3] - 30.0  # over a chunk e^1920, far beyond float64
+    outputs, final = gated_delta_chunk(*rows, state)
+    wanted, states = gated_delta_recurrent(*rows, state)
+    assert_close(outputs, wanted, 1e-12)
+    assert_close(final, states[:, -1], 1e-12)
+
+
 def test_recurrent_rows_do_not_depend_on_the_row_count() -> None:
     rows, state = delta_inputs(5, torch.float32)
     _, states = gated_delta_recurrent(*rows, state)
@@ -112,6 +123,26 @@ def test_attention_is_scaled_dot_product_attention(tokens: int) -> None:
     mask = torch.ones(tokens, 11, dtype=torch.bool).tril(11 - tokens)
     wanted = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True)
     assert_close(causal_attention(q, k, v), wanted.transpose(1, 2).reshape(1, tokens, 48), 1e-6)
+
+
+@pytest.mark.parametrize("tokens", [PREFILL_ROWS - 1, PREFILL_ROWS, PREFILL_ROWS + 1, 3 * PREFILL_ROWS])
+def test_a_prefill_in_pieces_attends_as_a_whole(tokens: int) -> None:
+    start, dim = 5, 8
+    g = torch.Generator().manual_seed(tokens)
+    q_gate, k, v = (torch.randn(1, tokens, n * dim, generator=g, dtype=torch.float64) for n in (8, 2, 2))
+    # Rows that nothing has written hold anything.
+    keys, values = (torch.full((2, 2, 300, dim), torch.nan, dtype=torch.float64) for _ in range(2))
+    for cache in (keys, values):
+        cache[1, :, :start] = torch.randn(2, start, dim, generator=g, dtype=torch.float64)
+    cos, sin = rotary_table(torch.arange(start, start + tokens)[None], inverse_frequencies(4, 100.0))
+    ones = torch.ones(dim, dtype=torch.float64)
+    place = (torch.tensor([1]), torch.tensor([start]))
+    found = gated_attention(q_gate, k, v, ones, ones, cos, sin, keys, values, *place, 1e-6, Arithmetic.plain)
+    q, gate = q_gate.view(1, tokens, 4, 2 * dim).chunk(2, dim=-1)
+    q = apply_rotary(rms_norm(q, ones, 1e-6), cos[:, :, None], sin[:, :, None])
+    written = (keys[1:, :, : start + tokens], values[1:, :, : start + tokens])
+    whole = causal_attention(q, *written)
+    assert_close(found, whole * torch.sigmoid(gate.reshape(whole.shape)), 1e-12)
 
 
 def test_rotary_turns_pairs_by_position() -> None:

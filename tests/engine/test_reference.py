@@ -190,14 +190,46 @@ def test_a_rounding_that_moves_a_cut_is_seen() -> None:
     np.testing.assert_allclose(found["logit"].numpy(), [0.01], atol=1e-12)
 
 
+def test_the_rounding_of_a_greedy_run_is_that_of_its_best_tokens_rivals() -> None:
+    fine = torch.tensor([[3.0, 2.99, 0.0]], dtype=torch.float64)
+    coarse = torch.tensor([[3.0, 3.01, 0.0]], dtype=torch.float64)
+    found = scoring.rounding_rows(coarse, fine, Sampling(temperature=0.0, top_p=1.0, top_k=0))
+    np.testing.assert_allclose(found["logit"].numpy(), [0.02], atol=1e-12)
+
+
 def test_the_likeliest_tokens_are_the_references() -> None:
     prompt, output = tiny.prompt(13), tiny.prompt(20)
-    found = reference.likeliest(tiny.model(), prompt, output, OFFICIAL, frozenset(), 3)
+    next_row = reference.next_row(tiny.model(), prompt, output, OFFICIAL, frozenset())
+    found = scoring.choices(next_row, OFFICIAL, 3)
     row = step_logits([*prompt, *output, 0], len(prompt))[len(output)]
     p = truncated(row, OFFICIAL)
     best = np.argsort(-row.numpy())[:3]
     assert [token for token, _ in found] == best.tolist()
     np.testing.assert_allclose([probability for _, probability in found], p[best], atol=1e-9)
+
+
+@pytest.mark.parametrize("s", [OFFICIAL, Sampling(top_k=3), Sampling(top_k=0), Sampling(temperature=0.0)])
+def test_every_token_has_its_rank(s: Sampling) -> None:
+    """Inside the cuts, beyond them, equal to others, and banned."""
+    row = torch.randn(64, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    row[10], row[11], row[12] = row[13], -torch.inf, -torch.inf
+    scored = scoring.score_rows(row.expand(64, -1), torch.arange(64), s)
+    assert scored["rank"].tolist() == [int((row > own).sum()) for own in row]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_one_logit_of_the_reference_that_is_no_number(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    m = tiny.model()
+    logits = m.logits
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        found = logits(hidden)
+        found[-1, slice(None) if value == -torch.inf else 7] = value
+        return found
+
+    monkeypatch.setattr(m, "logits", broken)
+    with pytest.raises(UsageError, match="the reference's logits are not finite"):
+        reference.score(m, tiny.prompt(13), tiny.prompt(20), OFFICIAL, frozenset())
 
 
 def test_which_of_two_near_equal_tokens_is_cut_is_told_by_their_logits() -> None:
@@ -217,6 +249,21 @@ def test_the_likeliest_tokens_are_weighed_as_the_next_token_would_be() -> None:
     """Penalties count the output alone, and min_tokens its length: as when the token is scored in place."""
     s = Sampling(temperature=1.0, top_k=10, presence_penalty=0.8, repetition_penalty=1.3, min_tokens=21)
     prompt, output, stop = tiny.prompt(13), tiny.prompt(20), frozenset({4, 8})
-    for token, probability in reference.likeliest(tiny.model(), prompt, output, s, stop, 4):
+    row = reference.next_row(tiny.model(), prompt, output, s, stop)
+    for token, probability in scoring.choices(row, s, 12):
         scored = reference.score(tiny.model(), prompt, [*output, token], s, stop)
         np.testing.assert_allclose(probability, np.exp(scored.logprob[-1]), atol=1e-9)
+
+
+def test_the_noises_token_is_the_one_that_agrees_with_it() -> None:
+    prompt, output = tiny.prompt(13), tiny.prompt(20)
+    row = reference.next_row(tiny.model(), prompt, output, OFFICIAL, frozenset())
+    tokens = set()
+    for seed in range(4):
+        noise = KeyedNoise(seed, 0, 0)
+        token, probability = scoring.drawn(row, OFFICIAL, noise, len(output))
+        scored = reference.score(tiny.model(), prompt, [*output, token], OFFICIAL, frozenset(), noise)
+        assert scored.noise_gap[-1] == 0
+        np.testing.assert_allclose(probability, np.exp(scored.logprob[-1]), atol=1e-9)
+        tokens.add(token)
+    assert len(tokens) > 1

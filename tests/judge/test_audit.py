@@ -199,6 +199,40 @@ def test_part_of_the_tokens_is_not_enough(draw: Any, gate: Gate) -> None:
     assert "500 of 800" in found.line
 
 
+def forget(scores: TokenScores, index: int) -> TokenScores:
+    """As the reference leaves a token that it cannot score."""
+    blank = {"log_bets": 0.0, "cut_rule": ""}
+    kinds = {f.name: getattr(scores, f.name).dtype.kind for f in fields(TokenScores)}
+    names = {n: blank.get(n, np.nan if kind == "f" else 0) for n, kind in kinds.items()}
+    return change(scores, index, **names)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_tokens_that_were_not_scored_count_for_nothing(greedy: bool, draw: Any, gate: Gate) -> None:
+    generation, scores = draw(9, 300)
+    if greedy:
+        scores = replace(scores, argmax=np.array(generation.token_ids))
+    assert check([(generation, scores)], gate, greedy=greedy).status is Status.ok
+    found = check([(generation, forget(scores, 7))], gate, greedy=greedy)
+    assert found.status is Status.unknown
+    assert "only 299 of 300 tokens scored" in found.line
+    assert found.metrics["violations"] == found.metrics["edge"] == 0
+    assert found.metrics["audited_share"] == pytest.approx(299 / 300)
+    if not greedy:
+        rest = [np.delete(getattr(scores, f.name), 7, axis=0) for f in fields(TokenScores)]
+        without = replace(generation, token_ids=[*generation.token_ids[:7], *generation.token_ids[8:]])
+        alone = check([(without, TokenScores(*rest))], gate)
+        for name in ("z", "z_collision", "log10_e"):
+            assert found.metrics[name] == pytest.approx(alone.metrics[name])
+
+
+def test_a_fault_is_found_beside_tokens_that_were_not_scored(draw: Any, gate: Gate) -> None:
+    generation, scores = draw(9, 300)
+    found = check([(generation, outside(forget(scores, 7), 40, "top_k", 2.0))], gate)
+    assert found.status is Status.bad
+    assert found.details["first_bad"]["index"] == 40
+
+
 @pytest.mark.parametrize("name", [f.name for f in fields(TokenScores)])
 def test_scores_must_fit_the_tokens(name: str, draw: Any) -> None:
     generation, scores = draw(18, 100)

@@ -147,7 +147,7 @@ def test_limits_of_thinking_and_echo(make: Any, strict: Gate) -> None:
 
     def echo(length: int) -> list[Finding]:
         prompt = words(20, 9).replace(" ", "-")[:length]
-        return strict_gate.findings(make(f"{prompt}\n{SOUND}", prompt_text=prompt), strict)
+        return strict_gate.findings(make(f"{prompt}\n{prompt}\n{SOUND}", prompt_text=prompt), strict)
 
     assert echo(48) == []
     assert only(echo(49)).metric == "prompt_echo"
@@ -217,17 +217,47 @@ def test_an_early_stop_fails_and_a_cut_is_unknown(make: Any, strict: Gate) -> No
 
 
 ASKED = "Write a page about pricing of three plans for a small shop."
-CHAT = f"<|im_start|>user\n{ASKED}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_the_prompt_echoed(make: Any, strict: Gate) -> None:
-    for text in (f"{ASKED}\n{SOUND}", f"\n {ASKED.replace(' ', '  ')}\n{SOUND}"):
-        found = only(strict_gate.findings(make(text, prompt_text=CHAT), strict))
-        assert found.metric == "prompt_echo"
-        assert ASKED[:40] in found.line
-    thought = f"<think>\nThe user wants: {ASKED}\n</think>\n{SOUND}"  # reasoning may quote it
-    for text in (SOUND, f"# Pricing\n{SOUND}{ASKED}", thought):
-        assert strict_gate.findings(make(text, prompt_text=CHAT), strict) == []
+PASTED = words(60, 12)  # 350 characters
+
+
+def chat(asked: str) -> str:
+    return f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer", "again"),
+    [
+        (ASKED, ASKED, ""),
+        (ASKED, f"\n {ASKED.replace(' ', '  ')}\nHere it is.", ""),
+        (ASKED, f"{ASKED} {ASKED}\n{SOUND}", " 2 times"),
+        (ASKED, f"{ASKED}\nassistant\n{SOUND}{ASKED}", " 2 times"),
+        (f"{PASTED} Mend its spelling.", f"{PASTED} Mend its spelling.\n{SOUND}", ""),
+    ],
+)
+@pytest.mark.parametrize("prompt", [chat, str])
+def test_the_prompt_echoed(
+    asked: str, answer: str, again: str, prompt: Callable[[str], str], make: Any, strict: Gate
+) -> None:
+    found = only(strict_gate.findings(make(answer, prompt_text=prompt(asked)), strict))
+    assert found.metric == "prompt_echo"
+    assert f"the prompt is echoed{again}: '{asked[:40]}" in found.line
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        (ASKED, f"{ASKED}\n{SOUND}"),
+        (ASKED, f"{ASKED[:49]} is what you asked for.\n{SOUND}"),
+        (ASKED, f"# Pricing\n{SOUND}{ASKED}"),
+        (ASKED, f"<think>\nThe user wants: {ASKED}\n</think>\n{SOUND}"),  # reasoning may quote it
+        (f"{PASTED} Mend its spelling.", PASTED),
+        (f"{PASTED} Mend its spelling.", f"Here it is: {PASTED}"),
+    ],
+)
+def test_a_question_may_be_quoted(asked: str, answer: str, make: Any, strict: Gate) -> None:
+    assert strict_gate.findings(make(answer, prompt_text=chat(asked)), strict) == []
 
 
 def test_thinking_that_never_ends(make: Any, strict: Gate) -> None:

@@ -116,7 +116,7 @@ ECHOED = "Write a page about pricing, with three plans and a table."
 MISSED = {
     "a salad of scripts": "".join(chr(c) for c in np.random.default_rng(3).integers(0x3B1, 0x2FFF, 4000)),
     "thinking that never ends": "<think>\n" + prose(2000),
-    "the prompt echoed": f"{ECHOED} {prose(100)}",
+    "the prompt echoed": f"{ECHOED} {ECHOED} {prose(100)}",
 }
 
 

@@ -29,6 +29,7 @@ def case(draw: Any) -> Any:
         generation, scores = draw(3, 40 if audited == "short" else count)
         generation.text, generation.finish_reason = text, finish
         generation.note = "logits are not finite in round 9" if "non_finite" in finish else ""
+        generation.note = "reset by peer" if finish == "connection_lost" else generation.note
         generation.rounds = [Round(i, 4, 3, 4, 0.1) for i in range(0, len(generation.token_ids), 4)]
         if audited == "bad":
             scores = replace(scores, logprob=scores.logprob + 1.0)
@@ -53,6 +54,11 @@ def case(draw: Any) -> Any:
         ("short", GOOD_TEXT, "length", INCONCLUSIVE, "24 more needed"),
         ("ok", GOOD_TEXT, "interrupted", INCONCLUSIVE, "interrupted: 1 of 1"),
         ("none", GOOD_TEXT, "interrupted", INCONCLUSIVE, "interrupted: 1 of 1"),
+        ("none", GOOD_TEXT, "connection_lost", INCONCLUSIVE, "connection_lost: reset by peer"),
+        ("ok", GOOD_TEXT, "timeout", INCONCLUSIVE, "no fault of the route so far"),
+        ("ok", LOOP_TEXT, "server_error", VerdictKind.model_degenerate, "all 400 tokens"),
+        ("none", LOOP_TEXT, "malformed", INCONCLUSIVE, "an audit must say whose fault"),
+        ("bad", GOOD_TEXT, "connection_lost", VerdictKind.route_fault, "z ="),
         ("ok", GOOD_TEXT, "stop", VerdictKind.passed, "every token"),
         ("ok", GOOD_TEXT, "length", VerdictKind.passed, "every token"),
         ("none", GOOD_TEXT, "stop", VerdictKind.passed, "losslessness was not audited"),
@@ -173,3 +179,17 @@ def test_the_record_is_strict_json(audited: str, case: Any, gate: Gate) -> None:
     generation.rounds[:-1] = [Round(i, 4, 4, 4, 0.1) for i in range(0, 396, 4)]
     verdict = judge([generation], [scores], replace(gate, window_tokens=3), FACTS)
     assert json.dumps([vars(e) for e in verdict.evidence], allow_nan=False)
+
+
+def test_the_line_names_the_reference_that_judged_or_why_none_could(case: Any, gate: Gate) -> None:
+    judged = replace(FACTS, reference="the server's own prefill")
+    generation, scores = case(GOOD_TEXT, "ok", "stop")
+    audit = judge([generation], [scores], gate, judged).evidence[-1]
+    assert audit.line.endswith("; reference: the server's own prefill")
+    assert audit.details["reference"] == "the server's own prefill"
+    generation, scores = case(GOOD_TEXT, "bad", "stop")
+    assert judge([generation], [scores], gate, judged).reason.endswith("reference: the server's own prefill")
+    nobody = judge([generation], [None], gate, replace(FACTS, reference="target.reference=none"))
+    assert nobody.evidence[-1].line == "no reference scored this run: target.reference=none"
+    plain = judge([generation], [scores], gate, FACTS)
+    assert "; reference:" not in plain.reason and "reference" not in plain.evidence[-1].details

@@ -111,7 +111,7 @@ def test_a_variant_outlives_new_settings_and_a_moved_model() -> None:
 )
 def test_only_the_differing_settings_are_named(given: list[str], differs: list[str]) -> None:
     base, found = compose(["route=split"]), compose(["route=split", *given])
-    weights = {config.model.name: model_hash(config.model) for config in (base, found)}
+    weights = {config.model.name: model_hash(config.model, config.target) for config in (base, found)}
     parts = difference(
         settings_of(plain(found), weights[found.model.name]),
         settings_of(plain(base), weights[base.model.name]),
@@ -263,13 +263,17 @@ def preset(name: str) -> ExperimentConfig:
 
 
 @pytest.mark.parametrize("row", matrix()[1], ids=lambda row: row.id)
-def test_every_row_has_a_preset_that_runs_or_says_what_it_needs(row: PublishedRow) -> None:
+def test_every_row_has_a_preset_that_runs_or_says_what_it_needs(row: PublishedRow, tmp_path: Path) -> None:
     lines = (conf_dir() / "experiment" / f"{row.id}.yaml").read_text(encoding="utf-8").splitlines()
     assert 3 <= len(lines) <= 6
     assert lines[1].startswith(f"# Row {row.id}: ") and lines[1].endswith(f"sm70lab experiment={row.id}")
     assert ("needs: vllm" in lines[1]) is (row.needs is Needs.vllm)
     if row.needs is Needs.vllm:
-        with pytest.raises(UsageError, match=r"target\.name=vllm: needs a vLLM server of the fork"):
+        (tmp_path / "config.json").write_text("{}")
+        config = compose([f"experiment={row.id}", "model=checkpoint", f"model.path='{tmp_path}'"])
+        assert (config.name, config.target.name, config.workload.name) == (row.id, "vllm", "macos")
+        assert row.id == "AI" or config.target.arguments["tensor_parallel_size"] == 2
+        with pytest.raises(UsageError, match="target=vllm needs weights to serve"):
             compose([f"experiment={row.id}"])
     else:
         config = preset(row.id)

@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
 from scripted import ScriptedTarget
 
 from sm70lab.cli import main
-from sm70lab.cli.display import Silent
+from sm70lab.cli.display import Silent, panel_lines
 from sm70lab.config import compose, plain
-from sm70lab.experiment import build_target, run_experiment
-from sm70lab.schema import ExperimentConfig, Generation, Prompt, TokenScores
+from sm70lab.experiment import Outcome, build_target, run_experiment
+from sm70lab.schema import ExperimentConfig, Generation, Prompt, TokenScores, Tracking
 from sm70lab.targets.base import OnProgress, Target
 from sm70lab.tracking.report import records, reproduce
 from sm70lab.tracking.run_folder import RunFolder
@@ -196,6 +196,73 @@ def test_a_sweep_ranks_what_passes_and_counts_hazards_apart(runs: dict[str, RunF
     summary = (runs["loop"].path.parent / "summary.md").read_text()
     assert "| stale_column_0 |  | 0/1 missed | 1/1 caught |" in summary
     assert "| full_forward | 0 of 1 | 0% to 98% | no valid speed |" in summary
+
+
+def test_a_route_without_a_whole_run_is_no_pass(runs: dict[str, RunFolder], tmp_path: Path) -> None:
+    (first,) = copies(runs["hostile"], tmp_path, 1)
+    (other,) = copies(runs["honest"], tmp_path, 1)
+    assert "all pass" in Page(report(tmp_path, "t")).text
+    (other.path / "result.json").unlink()
+    other.interrupt("SIGTERM")
+    page = Page(report(tmp_path, "t"))
+    assert "all pass" not in page.text
+    assert page.text.count("1 of 2 routes pass, 1 has no finished run") == 3  # title, badge, reason
+    summary = (first.path.parent / "summary.md").read_text()
+    assert "**1 of 2 routes pass, 1 has no finished run**: 1 of 1 judged runs pass." in summary
+    (other.path / "config.yaml").write_text("- 1\n")  # nobody knows which route it was of
+    assert "1 of 1 routes passes, 1 run cannot be read" in Page(report(tmp_path, "t")).text
+
+
+def test_curves_are_named_by_route(runs: dict[str, RunFolder], tmp_path: Path) -> None:
+    for name in ("hostile", "honest", "loop"):
+        copies(runs[name], tmp_path, 2)
+    text = report(tmp_path, "t")
+    figure = text[text.index('<figure id="evidence">') :]
+    legend = figure[figure.index('<div class="legend">') : figure.index("</div>")]
+    assert Page(legend).text == "● A: input_core ■ B: split ▲ C: full_forward"
+    colours = set(re.findall(r"stroke: var\(--(c\d)\)", figure[: figure.index("</figure>")]))
+    assert colours == {"c0", "c1", "c2"}
+    assert "At 0 no bet on changed draws has gained anything" in Page(figure).text
+    alone = report(tmp_path, runs["honest"].path.name + "-2", f"out={tmp_path}/alone.html")
+    assert '<div class="legend">' not in alone[alone.index('<figure id="evidence">') :].split("</figure>")[0]
+
+
+def test_the_noises_token_stands_beside_the_first_fault(runs: dict[str, RunFolder], tmp_path: Path) -> None:
+    (folder,) = copies(runs["honest"], tmp_path, 1)
+    result = folder.result()
+    assert result is not None
+    audit = next(e for e in result["verdict"]["evidence"] if e["kind"] == "audit")
+    audit["details"]["first_bad"] = {
+        "generation": "page-r0", "index": 7, "token": 3, "rule": "noise", "gap": 1.5, "place": "round 2",
+        "context": {"before": "a", "token": "b", "after": "c"},
+        "alternatives": [{"token": 9, "text": "the", "probability": 0.5}],
+        "drawn": {"token": 4, "text": " <i>", "probability": 0.0312},
+    }  # fmt: skip
+    (folder.path / "result.json").write_text(json.dumps(result))
+    words = "With the run's noise the reference draws ␣<i> here, of probability 3.12 %."
+    assert words in Page(report(tmp_path)).text
+    audit["details"]["first_bad"]["drawn"] = None  # no noise of its own, or an earlier version's record
+    (folder.path / "result.json").write_text(json.dumps(result))
+    assert "With the run's noise" not in Page(report(tmp_path)).text
+
+
+@pytest.mark.parametrize(
+    ("tracking", "command"),
+    [
+        (Tracking(mlflow=False), "sm70lab report {folder}"),
+        (Tracking(), "sm70lab ui"),
+        (Tracking(runs_dir=str(Path("runs").absolute())), "sm70lab ui"),
+        (Tracking(runs_dir="/data/my runs"), "sm70lab ui 'tracking.runs_dir=/data/my runs'"),
+        (Tracking(uri="http://me:secret@host:5000"), "sm70lab ui 'tracking.uri=http://***@host:5000'"),
+    ],
+)
+def test_the_panel_names_a_command_that_shows_this_record(
+    runs: dict[str, RunFolder], tracking: Tracking, command: str
+) -> None:
+    result, folder = runs["honest"].result(), runs["honest"].path
+    assert result is not None
+    lines = {name: line for name, line, _ in panel_lines(Outcome(result, folder, 0, tracking=tracking))}
+    assert lines["look"] == command.format(folder=folder)
 
 
 @pytest.mark.long

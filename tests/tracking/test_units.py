@@ -56,7 +56,7 @@ def test_json_is_strict_and_text_never_fails(tmp_path: Path) -> None:
 )
 def test_what_counts_in_a_fingerprint(change: str, same: bool) -> None:
     plain, changed = compose(["experiment=tiny"]), compose(["experiment=tiny", change])
-    marks = [fingerprint(config, model_hash(config.model)) for config in (plain, changed)]
+    marks = [fingerprint(config, model_hash(config.model, config.target)) for config in (plain, changed)]
     assert (marks[0] == marks[1]) is same
 
 
@@ -68,7 +68,7 @@ def test_a_models_hash_follows_its_files_and_not_its_place(tmp_path: Path) -> No
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_bytes(weights)
         config = compose(["model=checkpoint", f"model.path={folder}"])
-        hashes.append(fingerprint(config, model_hash(config.model)))
+        hashes.append(fingerprint(config, model_hash(config.model, config.target)))
     assert hashes[0] == hashes[1] != hashes[2]
 
 

@@ -15,7 +15,7 @@ class Needs(str, Enum):
     """Where a row's variation exists."""
 
     engine = "engine"  # the built-in engine
-    vllm = "vllm"  # the vLLM fork alone
+    vllm = "vllm"  # the vLLM fork, by target=vllm
 
 
 class PublishedResult(str, Enum):

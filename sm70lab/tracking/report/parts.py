@@ -44,6 +44,7 @@ class Excerpt:
     fault: str
     after: str
     alternatives: list[Alternative] = field(default_factory=list)
+    drawn: Alternative | None = None  # with the run's own noise
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,7 @@ def audit_excerpt(record: Record) -> Excerpt | None:
     if not isinstance(first, dict) or not isinstance(first.get("context"), dict):
         return None
     context = first["context"]
-    other = [
-        Alternative(str(a["text"]), float(a["probability"]))
-        for a in first.get("alternatives") or []
-        if a.get("probability") is not None
-    ]
+    other = [found for a in first.get("alternatives") or [] if (found := _alternative(a)) is not None]
     line = f"{first['generation']}, token {first['index']:,} (id {first['token']}): {_rule(first)}"
     line += f"; {first['place']}" if first.get("place") else ""
     return Excerpt(
@@ -94,7 +91,14 @@ def audit_excerpt(record: Record) -> Excerpt | None:
         str(context.get("token", "")),
         _after(str(context.get("after", ""))),
         other,
+        _alternative(first.get("drawn")),
     )
+
+
+def _alternative(recorded: Any) -> Alternative | None:
+    if not isinstance(recorded, dict) or recorded.get("probability") is None:
+        return None
+    return Alternative(str(recorded["text"]), float(recorded["probability"]))
 
 
 def shape_excerpt(record: Record) -> Excerpt | None:

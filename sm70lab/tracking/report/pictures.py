@@ -86,7 +86,7 @@ def run_pictures(
 ) -> Iterator[Picture]:
     """The pictures of one run, those that its record has the numbers for."""
     if curves:
-        yield evidence_picture([curves], limit)
+        yield evidence_picture([curves], [""], limit)
     panels = drawing.acceptance_panels(windows)
     if len(panels) > 1 and pooled:
         panels = {"all outputs": pooled, **panels}
@@ -118,16 +118,19 @@ def run_pictures(
         )
 
 
-def evidence_picture(runs: list[list[dict[str, Any]]], limit: float | None) -> Picture:
-    """The audit's running evidence; ``limit`` is its log10 at which the audit decides."""
+def evidence_picture(runs: list[list[dict[str, Any]]], routes: Sequence[str], limit: float | None) -> Picture:
+    """The audit's running evidence, ``routes`` parallel to the runs; at log10 ``limit`` the audit decides."""
+    names = list(dict.fromkeys(routes))
     line = f" The dashed line is where the audit decides (chance {10**-limit:.2g})." if limit else ""
     return draw(
         "evidence",
         "Running evidence of the audit",
         "It stays low while tokens are the reference's own draws and rises when they are not. The cross "
         "marks the first token that the reference could not have given, ticks along the edge mark all of "
-        f"them.{line}",
-        lambda width: drawing.evidence(runs, limit, width),
+        "them. At 0 no bet on changed draws has gained anything: then the faults themselves decide, tokens "
+        f"outside the support or not the noise's own, whatever the curve.{line}",
+        lambda width: drawing.evidence(runs, limit, width, [names.index(route) for route in routes]),
+        names if len(names) > 1 else (),
     )
 
 

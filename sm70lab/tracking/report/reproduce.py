@@ -7,9 +7,8 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from sm70lab.config import compose, conf_dir, plain
+from sm70lab.config import compose, conf_dir, defaults_beside, plain
 from sm70lab.errors import UsageError
-from sm70lab.schema import ExperimentConfig
 from sm70lab.tracking.fingerprint import NOT_COUNTED
 
 GROUPS = ("route", "target", "model", "workload", "sampling", "gate")
@@ -22,7 +21,7 @@ def command(config: dict[str, Any], default: dict[str, Any]) -> str | None:
     still differs follows as single settings, so a group file that has changed since the run cannot
     change the command's meaning.
     """
-    config = _filled(config, plain(ExperimentConfig()))
+    config = _filled(config, defaults_beside(config))
     choices = [f"{group}={name}" for group in GROUPS if (name := _choice(config, group)) is not None]
     try:
         base = plain(compose(choices))

@@ -43,6 +43,18 @@ class Variant:
         return self.rate.judged > 0 and self.rate.passed == self.rate.judged and self.speed is not None
 
     @property
+    def outcome(self) -> str:
+        """``pass``, ``fail``, ``inconclusive`` or ``no runs``: only runs with a verdict count."""
+        if self.rate.judged:
+            return "pass" if self.rate.passed == self.rate.judged else "fail"
+        return INCONCLUSIVE if self.inconclusive else "no runs"
+
+    @property
+    def name(self) -> str:
+        """What legends and panels call it."""
+        return f"{self.letter}: {self.label}"
+
+    @property
     def rates(self) -> list[float]:
         """Mean acceptance rate per draft position over the finished runs."""
         done = parts.finished(self.records)
@@ -81,14 +93,14 @@ def build(name: str, records: list[Record]) -> dict[str, Any]:
     honest = [r for r in records if r.hazard is None]
     settings = _settings(honest)
     variants = [v for setting in settings for v in setting.variants]
-    headline, style = _headline(settings, honest, records)
+    headline, label, style = _headline(settings, honest, records)
     return {
         "title": name,
         "records": sorted(records, key=lambda r: (r.hazard or "", r.route, str(r.seed), r.started)),
         "label_of": parts.label,
         "style_of": parts.style,
         "style": style,
-        "label": _label(style),
+        "label": label,
         "headline": headline,
         "counts": Counter(parts.label(r) for r in honest),
         "hazard_runs": len(records) - len(honest),
@@ -128,7 +140,7 @@ def _settings(honest: list[Record]) -> list[Setting]:
         picture = None
         if any(v.speed is not None for v in judged):
             points = [v.point() for v in judged]
-            names = [f"{v.letter}: {v.label}" for v in judged]
+            names = [v.name for v in judged]
             picture = pictures.quality_picture(points, names, f"quality{number}")
         title = _setting_name(first) if len(groups) > 1 else ""
         found.append(Setting(title, gathered, picture))
@@ -149,20 +161,47 @@ def _labels(variants: dict[str, Settings]) -> dict[str, str]:
     return labels
 
 
-def _headline(settings: list[Setting], honest: list[Record], records: list[Record]) -> tuple[str, str]:
-    """The sweep in a sentence, and the style of its badge."""
+def _headline(settings: list[Setting], honest: list[Record], records: list[Record]) -> tuple[str, str, str]:
+    """The sweep in a few sentences, the words of its badge and their style."""
     done = parts.finished(honest)
     if not done:
-        return f"None of {len(records)} runs has a verdict without a hazard.", INCONCLUSIVE
-    failed = [r for r in done if r.verdict not in (PASSED, INCONCLUSIVE)]
+        return f"None of {len(records)} runs has a verdict without a hazard.", INCONCLUSIVE, INCONCLUSIVE
     passed = sum(r.verdict == PASSED for r in done)
     lines = [f"{passed} of {len(done)} judged runs pass."]
+    variants = [v for setting in settings for v in setting.variants]
+    label, style, routes = _of_the_routes(variants, sum(not r.config for r in honest))
+    lines += [routes] if routes else []
     for setting in settings:
         ranked = [v for v in setting.variants if v.sound]
         if ranked:
             lines.append(_fastest(ranked, setting.name))
-    style = INCONCLUSIVE if not passed and not failed else "route_fault" if failed else PASSED
-    return " ".join(lines), style
+    return " ".join(lines), label, style
+
+
+def _of_the_routes(variants: list[Variant], unread: int) -> tuple[str, str, str]:
+    """The badge's words and style, and a sentence on the routes where not every one passes.
+
+    ``unread`` runs tell no configuration, so nobody knows which route they were of.
+    """
+    outcomes = Counter(v.outcome for v in variants)
+    if not unread and set(outcomes) == {"pass"} and not any(v.inconclusive for v in variants):
+        return "all pass", PASSED, ""
+    ways = {  # outcome → one, several
+        "fail": ("1 fails", "{} fail"),
+        "inconclusive": ("1 is inconclusive", "{} are inconclusive"),
+        "no runs": ("1 has no finished run", "{} have no finished run"),
+    }
+    words = [f"{outcomes['pass']} of {len(variants)} routes {'pass' if len(variants) > 1 else 'passes'}"]
+    words += [
+        (one if outcomes[way] == 1 else more.format(outcomes[way]))
+        for way, (one, more) in ways.items()
+        if outcomes[way]
+    ]
+    words += [f"{unread} run{'s' if unread > 1 else ''} cannot be read"] if unread else []
+    line = ", ".join(words)
+    if outcomes["fail"]:
+        return "faults found", "route_fault", f"{line}."
+    return line if outcomes["pass"] else INCONCLUSIVE, INCONCLUSIVE, f"{line}."
 
 
 def _fastest(ranked: list[Variant], where: str) -> str:
@@ -182,22 +221,24 @@ def _fastest(ranked: list[Variant], where: str) -> str:
     return line
 
 
-def _label(style: str) -> str:
-    return {PASSED: "all pass", "route_fault": "faults found"}.get(style, "inconclusive")
-
-
 def _pictures(variants: list[Variant], honest: list[Record]) -> list[pictures.Picture]:
     found = []
-    curves = [curve for record in honest if (curve := record.detail("audit", "curve"))]
+    curves = [
+        (variant.name, curve)
+        for variant in variants
+        for record in variant.records
+        if (curve := record.detail("audit", "curve"))
+    ]
     if curves:
         decisive = (record.detail("audit", "limit_log10_e") for record in honest)
         limits = {limit for limit in decisive if limit is not None}
-        found.append(pictures.evidence_picture(curves, max(limits, default=None)))
+        routes, drawn = zip(*curves, strict=True)
+        found.append(pictures.evidence_picture(list(drawn), routes, max(limits, default=None)))
     panels = {}
     for variant in variants:
         rounds = [r for record in variant.records for group in record.rounds().values() for r in group]
         if any(rates := drawing.pooled_rates(rounds, variant.windows)):
-            panels[f"{variant.letter}: {variant.label}"] = rates
+            panels[variant.name] = rates
     if panels:
         found.append(pictures.acceptance_picture(panels))
     return found

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,11 @@ class RunFolder:
         self._marker(RUNNING).unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove a folder in which nothing was generated."""
+        """Remove a folder in which nothing was generated, and the folders above it that it alone was in."""
         shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):  # not empty, or not ours to remove
+            self.path.parent.rmdir()
+            self.path.parent.parent.rmdir()
 
     def interruption(self) -> dict[str, str]:
         """What ended the run early, and when; empty for a run that was not."""

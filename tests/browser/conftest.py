@@ -15,7 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tracking"))
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(
+    scope="module"
+)  # its event loop runs as long: no other test of the process could have its own
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     program = next((found for name in NAMES if (found := shutil.which(name))), None)

@@ -162,12 +162,12 @@ def test_every_engine_row_runs(
     assert [path.parents[1].name for path in (tmp_path / "runs").glob("*/*/DONE")] == [name]
 
 
-def test_a_preset_for_the_fork_is_refused_in_one_line(
+def test_a_preset_for_the_fork_asks_for_weights_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["experiment=K"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert "needs a vLLM server of the fork" in err
+    assert "target=vllm needs weights to serve; set model=/a/folder" in err
     assert list(tmp_path.iterdir()) == []

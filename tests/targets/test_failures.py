@@ -471,6 +471,7 @@ def wait_for_tokens(server: ScriptProcess, seen: int) -> None:
 
 
 def test_ctrl_c_keeps_what_came(server: ScriptProcess, tmp_path: Path) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test runner in the background ignores it
     seen = len(server.generations("slow"))
 
     def press() -> None:

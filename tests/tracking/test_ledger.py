@@ -215,7 +215,7 @@ def test_an_accepted_file_reads_back_as_written(tmp_path: Path) -> None:
         "evidence": {"p_values": {"t/x": 0.5}},
         "greedy": {"outputs": [{"token_ids": list(range(300))}]},
     }
-    path = save(tmp_path / "a" / "accepted.yaml", values).path
+    path = save(tmp_path / "accepted.yaml", values).path
     found = load(path)
     assert found == Accepted(path, values)
     assert path.read_text().count("\n") < 300  # token ids do not take a line each

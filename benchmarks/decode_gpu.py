@@ -11,14 +11,16 @@ round must read, once, at the rate of the one-row product measured in the same r
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -29,7 +31,7 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks.kernels_gpu import Memory, ceilings
-from sm70lab.engine import draft_head
+from sm70lab.engine import captured, draft_head
 from sm70lab.engine.architecture import Architecture, expected_tensors
 from sm70lab.engine.captured import WholeRound
 from sm70lab.engine.kv_cache import KVCache
@@ -38,7 +40,7 @@ from sm70lab.engine.noise import KeyedNoise
 from sm70lab.engine.sequence import Request
 from sm70lab.engine.sequence import Sequence as Running
 from sm70lab.engine.state import StateStore
-from sm70lab.kernels.gpu import sampling
+from sm70lab.kernels.gpu import attention, gdn, norm, round_state, sampling
 from sm70lab.kernels.gpu.int4 import GROUP, Int4Weight
 from sm70lab.kernels.gpu.launch import launch_options, let_next_kernel_start, wait_for_kernels_before
 from sm70lab.kernels.gpu.products import Weight, weight_bytes
@@ -131,7 +133,15 @@ class ForcedRound(WholeRound):
 
     def _accept(self, match: bool, p: sampling.Rows, q: sampling.Rows) -> None:
         super()._accept(match, p, q)
+        self.forced()
         _force[(1,)](self.schedule, self.turn, self.count, len(self.schedule), **launch_options(DEVICE))
+
+    def forced(self) -> None:
+        """Told before the count is replaced, for the log of launches."""
+
+    def run_round(self, key: tuple[int, bool]) -> None:
+        """One round, its kernels launched one by one."""
+        self._round(*key)
 
     def force(self, counts: Sequence[int]) -> None:
         self.schedule = torch.tensor(counts, device=DEVICE)
@@ -165,7 +175,7 @@ class Line:
     acceptance_length: float
     round_bytes: int
     floor_ms: float
-    host_ms: float  # of the thread that launches and reads, a round
+    host_ms: float  # of the thread that launches a round and reads what it tells, without waiting
     kernel_ms: float  # in which at least one kernel ran
     kernels: int
     memory_gib: float
@@ -225,22 +235,17 @@ def measure(
         told = whole.rounds(sequence)
         for _ in range(WARM):
             next(told)
-        torch.cuda.synchronize()
         began = time.perf_counter()
         tokens = sum(len(next(told).tokens) for _ in range(ROUNDS))
         seconds = time.perf_counter() - began
         torch.cuda.synchronize()
         graph = next(iter(whole.graphs.values()))
-        began = time.perf_counter()
-        for i in range(20):
-            whole.launch(graph.replay, i % 2)
-        host = (time.perf_counter() - began) / 20
-        torch.cuda.synchronize()
-        busy, kernels, operations = profile(graph)
+        host = statistics.median(host_seconds(whole, graph) for _ in range(20))
+        busy, operations = profile(graph, launches(whole, next(iter(whole.graphs))))
     size = round_bytes(model, whole, context)
     return Line(
         name_of(route), weights, route.numerics.value, tokens / seconds, seconds / ROUNDS * 1e3,
-        tokens / ROUNDS, size, size / rate * 1e3, host * 1e3, busy * 1e3, kernels,
+        tokens / ROUNDS, size, size / rate * 1e3, host * 1e3, busy * 1e3, sum(o["calls"] for o in operations),
         torch.cuda.max_memory_allocated() / 2**30, operations,
     )  # fmt: skip
 
@@ -249,34 +254,99 @@ def name_of(route: Route) -> str:
     return f"MTP{route.draft_tokens}, {route.draft_head.value} head" if route.draft_tokens else "no drafts"
 
 
-def profile(graph: torch.cuda.CUDAGraph, replays: int = 10) -> tuple[float, int, list[dict[str, Any]]]:
-    """Seconds of a replay in which a kernel ran, kernels a replay, and their times by name."""
+def host_seconds(whole: WholeRound, graph: torch.cuda.CUDAGraph) -> float:
+    """Of one launch and one reading, with nothing to wait for."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    whole.launch(graph.replay, 0)
+    launched = time.perf_counter() - began
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    whole.told[0].tolist()
+    return launched + time.perf_counter() - began
+
+
+KERNELS = {  # that a function launches; one where it does not stand here
+    "gdn_round": ("gdn rows", "gdn recurrence", "gdn finish"),
+    "gated_attention": ("attention prepare", "attention", "attention combine"),
+    "truncate_and_draw": ("sampling top", "sampling draw"),
+}
+LOGGED = (
+    (captured, ("product", "product_parts", "swiglu")),
+    (gdn, ("gdn_round",)),
+    (attention, ("gated_attention",)),
+    (norm, ("rms_norm", "add_rms_norm", "embed_rms_norm", "draft_input")),
+    (sampling, ("truncate_and_draw", "accept")),
+    (round_state, ("advance", "rotary_rows", "pick_row")),
+)
+
+
+def launches(whole: ForcedRound, key: tuple[int, bool]) -> list[tuple[str, int]]:
+    """(operation, bytes of its weights) of each kernel of a round, in the order of their launches."""
+    log: list[tuple[str, int]] = []
+
+    def logged(name: str, run: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            size = 0
+            label = name
+            if name in ("product", "product_parts", "swiglu"):
+                size = weight_bytes(arguments[1])
+                label = f"{name} {len(arguments[0])} rows, {size / 1e6:.1f} MB"
+            log.extend((each, size) for each in KERNELS.get(name, (label,)))
+            return run(*arguments, **named)
+
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for module, names in LOGGED:
+            for name in names:
+                patched = mock.patch.object(module, name, logged(name, getattr(module, name)))
+                patches.enter_context(patched)
+        forced = logged("forced count", lambda: None)
+        patches.enter_context(mock.patch.object(whole, "forced", forced))
+        whole.run_round(key)
+    return log
+
+
+def profile(
+    graph: torch.cuda.CUDAGraph, log: list[tuple[str, int]], replays: int = 10
+) -> tuple[float, list[dict[str, Any]]]:
+    """Seconds of a replay in which a kernel ran, and the time of each operation.
+
+    A kernel that starts early waits for the one before it. So each is charged what it adds to the time
+    that is covered: the sum over a round is the time in which something ran.
+    """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
     with profiler(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
-        for _ in range(replays):
+        for _ in range(replays + 1):
             graph.replay()
-        torch.cuda.synchronize()
+            torch.cuda.synchronize()
     events = [e for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in events)
-    busy, reached = 0.0, 0.0
-    for start, end, _ in spans:
-        busy += max(0.0, end - max(start, reached))
+    spans = sorted((e.time_range.start, e.time_range.end) for e in events)
+    if len(spans) != (replays + 1) * len(log):
+        raise RuntimeError(f"{len(spans)} kernels in {replays + 1} replays, and {len(log)} launched a round")
+    spans = spans[len(log) :]  # the first replay warms the tracing up
+    added: dict[str, float] = {}
+    reached = spans[0][0]
+    for number, (start, end) in enumerate(spans):
+        label = log[number % len(log)][0]
+        added[label] = added.get(label, 0.0) + max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    operations = []
-    for name, found in itertools.groupby(sorted(spans, key=lambda s: s[2]), key=lambda s: s[2]):
-        times = [end - start for start, end, _ in found]
-        operations.append(
-            {
-                "kernel": name,
-                "calls": len(times) // replays,
-                "microseconds": sum(times) / replays,
-                "median": statistics.median(times),
-            }
-        )
+    counts = Counter(label for label, _ in log)
+    sizes = dict(log)
+    operations: list[dict[str, Any]] = [
+        {
+            "operation": label,
+            "calls": counts[label],
+            "microseconds": microseconds / replays,
+            "weight_bytes": counts[label] * sizes[label],
+        }
+        for label, microseconds in added.items()
+    ]
     operations.sort(key=lambda o: -float(o["microseconds"]))
-    return busy / replays / 1e6, len(spans) // replays, operations
+    return sum(added.values()) / replays / 1e6, operations
 
 
 # ---------------------------------------------------------------- report
@@ -301,27 +371,27 @@ def show(console: Console, lines: list[Line]) -> None:
         table.add_row(
             line.route, line.weights, line.numerics, f"{line.tokens_per_second:.1f}", f"{line.round_ms:.3f}",
             f"{line.acceptance_length:.2f}", f"{line.round_bytes / 1e9:.2f}", f"{line.share:.2f}",
-            f"{line.host_ms:.3f}", f"{1 - line.kernel_ms / line.round_ms:.1%}", str(line.kernels),
+            f"{line.host_ms:.3f}", f"{max(0.0, 1 - line.kernel_ms / line.round_ms):.1%}", str(line.kernels),
             f"{line.memory_gib:.1f}",
         )  # fmt: skip
     console.print(table)
     for line in lines:
         inner = Table(
-            "kernel",
+            "operation",
             "calls",
             "µs a round",
-            "median µs",
             "share",
+            "GB/s of weights",
             title=f"{line.route}, {line.weights}, {line.numerics}",
         )
-        for o in line.operations[:14]:
-            part = o["microseconds"] / 1e3 / line.round_ms
+        for o in line.operations[:16]:
+            part, rate = o["microseconds"] / 1e3 / line.round_ms, o["weight_bytes"] / o["microseconds"] / 1e3
             inner.add_row(
-                o["kernel"][:60],
+                o["operation"],
                 str(o["calls"]),
                 f"{o['microseconds']:.1f}",
-                f"{o['median']:.2f}",
                 f"{part:.1%}",
+                f"{rate:.0f}" if rate else "",
             )
         console.print(inner)
 
@@ -349,9 +419,10 @@ def main() -> None:
     rate = measured["one-row product"] * 1e12
     lines: list[Line] = []
     with torch.inference_mode():
-        model = HybridModel(
-            architecture(options.shape), DeviceWeights(architecture(options.shape)), torch.float16
-        )
+        arch = architecture(options.shape)
+        model = HybridModel(arch, DeviceWeights(arch), torch.float16).to(DEVICE)
+        if arch.tie_word_embeddings:
+            model.head = model.embedding
     for weights in options.weights:
         if weights == "int4":
             to_int4(model)

@@ -147,7 +147,8 @@ def _route_complaints(config: ExperimentConfig) -> Iterator[tuple[str, Any, str]
         yield "route.state.block_size", state.block_size, must
     if not 1 <= target.max_num_seqs <= MAX_NUM_SEQS:
         yield "target.max_num_seqs", target.max_num_seqs, f"must be 1 to {MAX_NUM_SEQS}"
-    if route.graph is GraphMode.full and target.name == "engine":
+    # Where the device is not named, the target finds out what it is.
+    if route.graph is GraphMode.full and target.name == "engine" and target.device == "cpu":
         if target.kernels is KernelSet.plain:
             yield "target.kernels", "plain", "route.graph=full records native calls; use route.graph=none"
         if config.model.dtype not in (ModelDtype.float32, ModelDtype.float64):

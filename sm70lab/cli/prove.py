@@ -13,6 +13,7 @@ from rich.text import Text
 from sm70lab.cli import simple
 from sm70lab.errors import UsageError
 from sm70lab.schema import ExperimentConfig, KernelSet
+from sm70lab.tracking.environment import gpus
 
 HELP = """\
 sm70lab prove: is a route exact?
@@ -28,7 +29,8 @@ conv window and SSM state a one-row replay's (ST); with exact arithmetic to the 
 Settings: every setting of run, and
   tokens=2000             output tokens of the solo runs (6000 with model=web)
 Without model=: model=tiny route.state.block_size=8 route.state.prefill_chunk=5.
-Always, unless given: route.state.prefix_blocks=64 target.max_num_seqs=4 route.numerics=exact.
+Always, unless given: route.state.prefix_blocks=64 target.max_num_seqs=4 (not for route=whole_round on a GPU,
+which has neither) and route.numerics=exact.
 
 Hazards (hazard=name):
 {hazards}
@@ -39,6 +41,7 @@ Exit codes: 0 exact, 1 fault, 2 usage or set-up, 3 only ties.
 """
 TINY = {"model": "tiny", "route.state.block_size": "8", "route.state.prefill_chunk": "5"}
 ALWAYS = {"route.state.prefix_blocks": "64", "target.max_num_seqs": "4", "route.numerics": "exact"}
+NOT_CAPTURED = ("route.state.prefix_blocks", "target.max_num_seqs")  # what a whole round on a GPU has not
 TOKENS = {"tiny": 2000, "random": 2000}
 WORDS = {
     0: ("EXACT", "bold white on green"),
@@ -70,10 +73,17 @@ def _with_defaults(arguments: list[str]) -> list[str]:
     given = {argument.partition("=")[0] for argument in arguments}
     chosen = dict(argument.partition("=")[::2] for argument in arguments if "=" in argument)
     defaults = ALWAYS | (TINY if chosen.get("model", "tiny") == "tiny" else {})
+    if chosen.get("route") == "whole_round" and on_gpu(chosen.get("target.device", "auto")):
+        defaults = {key: defaults[key] for key in defaults if key not in NOT_CAPTURED}
     small_blocks = "route.state.block_size" in defaults
     if small_blocks and chosen.get("route.draft_tokens") == "8":  # a round must not cross two block edges
         defaults["route.state.block_size"] = "9"
     return [*(f"{key}={value}" for key, value in defaults.items() if key not in given), *arguments]
+
+
+def on_gpu(device: str) -> bool:
+    """Whether ``target.device`` means a GPU here."""
+    return device.startswith("cuda") or (device == "auto" and bool(gpus()))
 
 
 def _help(arguments: list[str]) -> str:
@@ -97,7 +107,7 @@ def _prove(config: ExperimentConfig, tokens: int, observe: Any) -> Any:
     import torch
 
     from sm70lab.judge.proof import Prover
-    from sm70lab.schema import ModelDtype
+    from sm70lab.schema import GraphMode, ModelDtype
     from sm70lab.targets.engine import EngineTarget
 
     target = EngineTarget(config)
@@ -105,7 +115,7 @@ def _prove(config: ExperimentConfig, tokens: int, observe: Any) -> Any:
     source, device = target.source, target.device
     model = source.build(config.model.dtype, device, config.target.kernels)
     if config.route.compile:
-        model.compile_rounds()
+        model.compile_rounds(pieces=config.route.graph is GraphMode.piecewise)
     wide = config.model.dtype in (ModelDtype.float32, ModelDtype.float64)
     trusted = model if wide else source.build(ModelDtype.float32, device, KernelSet.plain)
     prompts = _prompts(config, target)

@@ -134,6 +134,7 @@ class WholeRound:
         table = round_state.values(position, 1, self.store.kind.accepted_when_whole, 1, max(self.k, 1))
         self.place.table.copy_(torch.tensor(table))
         self.tokens[0] = self.delivered[0] = sequence.output[-1]
+        self.hidden.zero_()  # padded rows of the first catch-up: finite, whatever was here
         self.hidden[:1] = sequence.hidden
         key = self.kind(sequence.sampling)
         graph = None if between else self.graphs.get(key)

@@ -34,6 +34,8 @@ class Source:
         """Read the weights. Raises ``UsageError`` for damaged files, and for kernels that cannot run."""
         with torch.inference_mode():
             model = HybridModel(self.arch, self.weights, getattr(torch, dtype.value)).to(device)
+            if self.arch.tie_word_embeddings:
+                model.head = model.embedding  # moved twice, it would be there twice
         model.native = _native(kernels, model)
         return model
 

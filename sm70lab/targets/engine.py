@@ -30,6 +30,7 @@ from sm70lab.schema import (
     Explanation,
     Generation,
     GraphMode,
+    KernelSet,
     Prompt,
     Round,
     Rounding,
@@ -51,6 +52,8 @@ class EngineTarget:
         self.config = config
         self.source: Source = find(config.model)
         self.device = _device(config.target.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # Triton launches and graphs belong to the current one
         self._check()
 
     def _check(self) -> None:
@@ -92,6 +95,8 @@ class EngineTarget:
             return
         wide = torch.promote_types(dtype, torch.float32)
         reason = no_native(self.device, dtype)
+        if config.target.kernels is KernelSet.plain:
+            reason = "target.kernels=plain has none"
         if arch.num_experts:
             reason = "which experts run depends on the data, and a recorded list does not"
         if state_dtype(config.route, dtype) != wide:
@@ -122,12 +127,15 @@ class EngineTarget:
         if self.config.route.compile:
             torch.compiler.reset()  # a sweep's ninth variant would meet Dynamo's recompile limit
             self.model.compile_rounds(pieces=self.config.route.graph is GraphMode.piecewise)
-            # The first rounds compile, outside the timed region. NaN logits are the run's to report.
-            request = Request([0], self.config.sampling, KeyedNoise(0, 0, 0), self.stop_ids)
-            with contextlib.suppress(NonFiniteError):
-                for _ in zip(range(WARM_UP_STEPS), decode(self.decoder(), request), strict=False):
-                    pass
+            self._warm_up(self.decoder())
         self._compile_seconds = time.perf_counter() - started
+
+    def _warm_up(self, decoder: Decoder) -> None:
+        """Compile or capture outside the timed region. NaN logits are the run's to report."""
+        request = Request([0], self.config.sampling, KeyedNoise(0, 0, 0), self.stop_ids)
+        with contextlib.suppress(NonFiniteError):
+            for _ in zip(range(WARM_UP_STEPS), decode(decoder, request), strict=False):
+                pass
 
     def _rows(self, positions: int) -> int:
         """Rows of a KV cache for so many positions: one round beyond, and room to warm up."""
@@ -157,7 +165,7 @@ class EngineTarget:
     def decoder(self) -> Decoder:
         """One capacity for all prompts: a compiled round is made for its shapes."""
         config = self.config
-        return Decoder(
+        decoder = Decoder(
             self.model,
             config.route,
             self._capacity,
@@ -165,6 +173,9 @@ class EngineTarget:
             hazard_named(config.hazard),
             self.source.frequent,
         )
+        if captures(self.device) and decoder.recorded is not None:
+            self._warm_up(decoder)
+        return decoder
 
     def describe(self) -> dict[str, str | int | float]:
         """Facts for the record; parameters and bytes count the checkpoint's tensors, in the run's dtype."""

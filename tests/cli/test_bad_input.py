@@ -43,10 +43,13 @@ MISTAKES = [
     ("route=packed_recurrent route.draft_tokens=2", "rounds of one row, and these have 3"),
     ("route=packed_recurrent route.state.scheme=fold", "use route.state.scheme=slots"),
     ("route.graph=full", "route.graph=full and route.spec_core_003=true contradict each other"),
-    ("route=whole_round target.kernels=plain", "target.kernels=plain: route.graph=full records native calls"),
+    (
+        "route=whole_round target.kernels=plain target.device=cpu",
+        "target.kernels=plain: route.graph=full records native calls",
+    ),
     (
         "route=whole_round model.dtype=float16",
-        "model.dtype=float16: route.graph=full records native calls",
+        "full records native calls: native kernels compute in float32 and float64, not in float16",
     ),
     ("route.shortlist_size=0", "must be at least 1 id"),
     ("route.state.prefix_blocks=-1", "must be 0 (off) or more"),

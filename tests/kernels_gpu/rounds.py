@@ -57,6 +57,7 @@ def steps(way: Route, asked: Sampling, whole: bool) -> list[list[int]]:
     plain = Decoder(model(), way, capacity=96)
     if whole:
         plain.captured = WholeRound(model(), way, plain.store, plain.kv, plain.mtp_kv, plain.head)
+        plain.captured.hidden.fill_(torch.nan)  # as after a sequence whose logits were
     request = Request(tiny.prompt(13), asked, KeyedNoise(5, 0, 0))
     return [step.tokens for _, step in islice(decode(plain, request), 1 + ROUNDS)]
 

@@ -88,15 +88,21 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Ex
             search_path.prepend("own", f"file://{config_dir}", SearchPathQuery(provider="main"))
         Hydra.create_main_hydra2("sm70lab", search_path)
         node = hydra_compose("config", [raw_override(override) for override in overrides])
+        given = [text.partition("=")[2] for text in overrides if text.lstrip("+").startswith("serving=")]
     except Exception as error:  # Hydra and its parsers raise many types; each is the user's input
         raise explain(error) from error
     finally:
         GlobalHydra.instance().hydra = outer
-    return to_config(node)
+    return to_config(node, given[-1] if given else None)
 
 
-def to_config(node: DictConfig) -> ExperimentConfig:
-    """A composed node as a typed, checked object. Raises ``UsageError``."""
+def to_config(node: DictConfig, serving: str | None = None) -> ExperimentConfig:
+    """A composed node as a typed, checked object; ``serving``: the choice of that group.
+
+    Raises ``UsageError``.
+    """
+    if serving not in (None, "null") and node.target.name != VLLM:
+        raise UsageError(f"serving={serving}: belongs to target={VLLM}; leave it out")
     try:
         config = OmegaConf.to_object(node)
     except OmegaConfBaseException as error:

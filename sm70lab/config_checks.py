@@ -56,6 +56,7 @@ STRICT_LEAST = {  # below these sound text of any kind would fail
     "thinking_tokens": 0,
     "echo_characters": 10,
 }
+STATE_SCHEMES = ("slots", "snapshot", "fold", "replay")  # of ``engine.schemes``, which would bring torch
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # names that become file and folder names
 NO_SQLITE = re.compile(r"\?|%[0-9A-Fa-f]{2}")  # SQLAlchemy's versions differ in what they decode
@@ -74,6 +75,9 @@ def complaints(config: ExperimentConfig) -> Iterator[tuple[str, Any, str]]:
         yield "route.draft_tokens", route.draft_tokens, f"must be 0 to {MAX_DRAFT_TOKENS}"
     if route.state.block_size < 1:
         yield "route.state.block_size", route.state.block_size, "must be at least 1 token"
+    if route.state.scheme not in STATE_SCHEMES:
+        must = f"no such scheme; known: {', '.join(STATE_SCHEMES)}"
+        yield "route.state.scheme", route.state.scheme, must
     if target.name not in TARGETS:
         yield "target.name", target.name, f"must be one of {', '.join(TARGETS)}"
     if not DEVICE.fullmatch(target.device):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from sm70lab.schema import ExperimentConfig, MetricsSource, TargetConfig
+from sm70lab.schema import ExperimentConfig, MetricsSource, Route, TargetConfig
 
 ENGINE, OPENAI, VLLM = "engine", "openai", "vllm"
 TARGETS = (ENGINE, OPENAI, VLLM)
@@ -54,6 +54,10 @@ ARGUMENTS_ELSEWHERE = {  # of a vLLM server
 ENV = "env:"  # before the name of a variable, as the value of a header
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110
+WRITTEN_HEADERS = (  # by the client, from what it sends
+    *("host", "content-length", "content-type", "transfer-encoding"),
+    *("connection", "keep-alive", "upgrade", "expect", "te", "trailer", "accept-encoding"),
+)
 SECRET_HEADER = re.compile(r"auth|key|token|secret|cookie|password|credential", re.IGNORECASE)
 SECRET_FIELD = re.compile(r"(^|_)(api_?key|password|secret|authorization)$", re.IGNORECASE)
 OWN_FIELDS = ("model", "messages", "prompt", "stream", "stream_options", "n")  # written by the target itself
@@ -110,6 +114,8 @@ def target_complaints(config: ExperimentConfig) -> Iterator[tuple[str, Any, str]
     if config.hazard != "none":
         must = "faults are put into the engine alone; start a server with one: sm70lab serve hazard=…"
         yield "hazard", config.hazard, must
+    if target.name == OPENAI and config.route.name == AS_SERVED:
+        yield from _route_complaints(config.route, Route(name=AS_SERVED, draft_tokens=0), "route")
     yield from _address_complaints(target)
     yield from _secret_complaints(target)
     yield from _body_complaints(target)
@@ -130,6 +136,17 @@ def _foreign(target: TargetConfig) -> Iterator[tuple[str, Any, str]]:
                 shown,
                 f"is a setting of {whose}, not of target={target.name}; leave it out",
             )
+
+
+def _route_complaints(route: Any, nothing_said: Any, where: str) -> Iterator[tuple[str, Any, str]]:
+    """Settings of a route that nobody named: the server's is as it is."""
+    for f in fields(route):
+        value, default = getattr(route, f.name), getattr(nothing_said, f.name)
+        if is_dataclass(value):
+            yield from _route_complaints(value, default, f"{where}.{f.name}")
+        elif value != default:
+            shown = value.value if isinstance(value, Enum) else value
+            yield f"{where}.{f.name}", shown, "the server's route is its own; leave it out"
 
 
 def _address_complaints(target: TargetConfig) -> Iterator[tuple[str, Any, str]]:
@@ -189,13 +206,15 @@ def _secret_complaints(target: TargetConfig) -> Iterator[tuple[str, Any, str]]:
         setting = f"target.headers.{header}"
         if not HEADER_NAME.fullmatch(header):
             yield "target.headers", header, "no name of a header: letters, digits and dashes"
+        elif header.lower() in WRITTEN_HEADERS:
+            yield setting, "…", "is written by the client itself; leave it out"
         elif value.startswith(ENV):
             names.append((setting, value.removeprefix(ENV)))
         elif SECRET_HEADER.search(header):
             must = f"must be {ENV}NAME, a variable of the environment: headers are recorded"
             yield setting, "***", must
-        elif not value.isascii() or not value.isprintable():
-            yield setting, ascii(value), "must be printable ASCII"
+        elif not value.isascii() or not value.isprintable() or value != value.strip():
+            yield setting, ascii(value), "must be printable ASCII, without a blank at its ends"
         if header.lower() == "authorization" and target.api_key_env is not None:
             yield setting, "***", "and target.api_key_env both set it; leave out one of them"
     for setting, name in names:

@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sm70lab.addresses import without_password
-from sm70lab.config_checks_target import AS_SERVED, ENGINE, SERVED
+from sm70lab.config_checks_target import AS_SERVED, ENGINE, OPENAI, SERVED
 from sm70lab.errors import UsageError
-from sm70lab.schema import AUTO_REPEATS, ExperimentConfig, Generation, Prompt, TokenScores, Tracking, Verdict
+from sm70lab.schema import (
+    AUTO_REPEATS,
+    ExperimentConfig,
+    Generation,
+    Prompt,
+    ReferenceKind,
+    TokenScores,
+    Tracking,
+    Verdict,
+)
 from sm70lab.stop_signals import Interrupted, StopSignals
 from sm70lab.targets.base import Counted, JudgedBy, Managed, Progress, Refereed, Target
 from sm70lab.tracking import ledger
@@ -191,6 +200,7 @@ def _generate_and_judge(run: _Run, target: Target) -> Verdict:
     target.load()
     run.loaded = {"model_hash": run.model_hash, **target.describe()}
     _refuse_other_weights(run)
+    _refuse_other_route(run)
     prompts = target.prompts()
     repeats = config.sprt.max_repeats if isinstance(config.repeats, str) else config.repeats
     observer.plan(prompts, repeats)
@@ -213,6 +223,16 @@ def _refuse_other_weights(run: _Run) -> None:
         raise UsageError(
             f"model={model.path or model.name}: not what the server has (model_hash {str(told)[:12]}… there, "
             f"{run.model_hash[:12]}… here); name its checkpoint, or leave model out"
+        )
+
+
+def _refuse_other_route(run: _Run) -> None:
+    """A server that tells its route must have the one that ``route`` names."""
+    config, told = run.config, run.loaded.get(results.SERVER_ROUTE)
+    if config.target.name == OPENAI and told and config.route.name not in (AS_SERVED, told):
+        raise UsageError(
+            f"route={config.route.name}: the server runs {told} (its /version says so); leave route out, or "
+            "name that one"
         )
 
 
@@ -273,12 +293,16 @@ def _facts(run: _Run, target: Target) -> RouteFacts:
 
     if run.facts is None:
         config = run.config
+        served, kind = config.target.name != ENGINE, config.target.reference
+        asked = served and kind in (ReferenceKind.engine, ReferenceKind.server)
         scored = next((g for g in run.generations if g.key in run.scores), None)
         run.facts = RouteFacts(
             draft_tokens=config.route.draft_tokens,
             temperature=config.sampling.temperature,
-            served=config.target.name != ENGINE,
+            served=served,
             named_route=config.route.name != AS_SERVED,
+            hazard=str(run.loaded.get(results.SERVER_HAZARD, results.NO_HAZARD)),
+            must_audit=f"target.reference={kind.value}" if asked else "",
             tolerance=tolerance_for(
                 _judged_by(run, target).dtype, target.rounding(scored) if scored else None
             ),

@@ -393,6 +393,7 @@ class CounterWindow:
     other_traffic: bool
     # This run's own tokens that came in between: (generation key, first, one past the last).
     spans: tuple[tuple[str, int, int], ...] = ()
+    own_known: bool = True  # False: how many tokens were this run's is not known, nor whether others had any
 
 
 @dataclass
@@ -425,6 +426,11 @@ class Generation:
     def tokens(self) -> int:
         """Output tokens: of the ids, else as the server counts them; 0 where neither is known."""
         return len(self.token_ids) or self.counted_tokens or 0
+
+    @property
+    def came(self) -> bool:
+        """Whether anything came of it."""
+        return bool(self.tokens or self.full_text)
 
     @property
     def full_text(self) -> str:

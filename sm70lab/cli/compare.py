@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from sm70lab.cli import simple
 from sm70lab.cli.overrides import find_groups
 from sm70lab.config import check, near
+from sm70lab.config_checks_target import OPENAI
 from sm70lab.errors import UsageError
 from sm70lab.schema import Display, ExperimentConfig
 
@@ -172,6 +173,7 @@ def _sides(given: _Arguments) -> list[Side]:
         config = given.options.compose(*given.options.given.overrides, f"route={text}")
         found = finished_runs(config, any_code=not given.may_run, by_name=given.by_name)
         sides.append(Side(text, found, config))
+    _refuse_one_server(sides)
     labels = [side.label for side in sides]
     if len(set(labels)) < len(labels):  # the same run by two names, or twins of two experiments
         paths = [str(side.folders[0].path) for side in sides if side.folders and side.config is None]
@@ -183,6 +185,21 @@ def _sides(given: _Arguments) -> list[Side]:
     if all(side.config is None for side in sides):
         _refuse_idle_settings(given)
     return sides
+
+
+def _refuse_one_server(sides: Sequence[Side]) -> None:
+    """Routes that are but names for the same server."""
+    asking: dict[str | None, str] = {}
+    for side in sides:
+        if side.config is None or side.config.target.name != OPENAI:
+            continue
+        url = side.config.target.base_url
+        if url in asking:
+            raise UsageError(
+                f"route={asking[url]}, {side.label}: both arms ask the same server at {url}; a route is a "
+                "name there: run each with a target.base_url of its own, and compare the runs"
+            )
+        asking[url] = side.label
 
 
 def _named(text: str, given: _Arguments, routes: Sequence[str]) -> RunFolder:

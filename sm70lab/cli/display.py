@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sm70lab.addresses import without_password
+from sm70lab.config_checks_target import OPENAI
 from sm70lab.experiment import Outcome
 from sm70lab.schema import Display as DisplayMode
 from sm70lab.schema import Generation, Prompt, Tracking
@@ -261,6 +262,22 @@ def print_sweep(outcomes: list[dict[str, Any]]) -> None:
         else:
             line = f"{'not run':<16}  {what}  {outcome['error']}"
         console.print(line, markup=False)
+    for url, routes in _one_server(outcomes).items():
+        names = ", ".join(sorted(routes))
+        line = f"note: {names} asked the same server ({url}); a route is a name there: give each its own"
+        console.print(line, markup=False)
+
+
+def _one_server(outcomes: list[dict[str, Any]]) -> dict[str, set[str]]:
+    """Address → routes, of a server that several routes of a sweep have asked."""
+    asked: dict[str, set[str]] = {}
+    for outcome in outcomes:
+        result = outcome.get("result") or {}
+        given = [o for o in outcome.get("overrides", []) if o.startswith("target.base_url=")]
+        url = given[-1] if given else "target.base_url"
+        if result.get("target") == OPENAI:
+            asked.setdefault(url, set()).add(result["route"])
+    return {url: routes for url, routes in asked.items() if len(routes) > 1}
 
 
 def _clock(seconds: float) -> str:

@@ -67,6 +67,14 @@ def check_overrides(overrides: Sequence[str], conf_dirs: Sequence[Path], multiru
                 _check_key(key, value, override, sorted(groups))
 
 
+def is_sweep(text: str) -> bool:
+    """Whether an override has several values; False for what cannot be read."""
+    try:
+        return OverridesParser.create().parse_override(text).is_sweep_override()
+    except (OverrideParseException, HydraException):
+        return False
+
+
 def find_groups(conf_dirs: Sequence[Path]) -> dict[str, list[str]]:
     """Group → its choices, over all folders of YAML."""
     groups: dict[str, set[str]] = {}

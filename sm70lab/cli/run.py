@@ -70,7 +70,7 @@ def _run(node: DictConfig) -> dict[str, Any]:
     typed = [str(override) for override in given if not str(override).startswith(NOT_TYPED)]
     overrides = [without_password(shown_override(override)) for override in typed]
     try:
-        config = to_config(node)
+        config = to_config(node, HydraConfig.get().runtime.choices.get("serving"))
         if config.target.dry_run:
             return {"overrides": overrides, "exit_code": 0, "launch": _show_launch(config)}
         from sm70lab.cli.display import make_display

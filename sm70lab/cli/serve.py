@@ -6,12 +6,15 @@ import json
 import math
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sm70lab.cli.overrides import is_sweep
 from sm70lab.cli.simple import SimpleOptions, parse
 from sm70lab.config import near
+from sm70lab.config_checks_target import ENGINE
 from sm70lab.errors import UsageError
 from sm70lab.schema import Display, DraftSampling, ExperimentConfig
 
@@ -32,6 +35,8 @@ WHOLE = {  # setting: default, least, most
 SECONDS = {"request_timeout_s": 3600.0, "grace_s": 10.0}
 OTHERS = ("host", "served_model_name", "api_key_env", "repetition_stop")
 OWN = (*WHOLE, *SECONDS, *OTHERS)
+MOST_SECONDS = 1e6
+ENGINE_ALONE = "serve runs the built-in engine; leave target out"
 
 HELP = """sm70lab serve [route=… model=… hazard=… sampling.…=… target.max_num_seqs=…] [setting=…] [--json]
 sm70lab serve --script FILE      (the scripted server: sm70lab serve --script --help)
@@ -78,22 +83,28 @@ def main(arguments: list[str]) -> int:
         from sm70lab.cli import serve_script
 
         return serve_script.main(arguments)
-    options = parse(arguments, HELP, own=OWN)
+    options = parse(arguments, HELP, own=OWN, check=_check_given)
     if options is None:
         return 0
-    _check_given(options)
+    if (name := options.config.target.name) != ENGINE:  # of an experiment
+        raise UsageError(f"target={name}: {ENGINE_ALONE}")
     return _serve(options.config, _settings(options))
 
 
-def _check_given(options: SimpleOptions) -> None:
-    """Refuse settings that do nothing in a server: workload, gate, seed and the like."""
-    for given in options.given.overrides:
-        key = given.lstrip("+~").partition("=")[0].partition("@")[0]
-        if key.split(".")[0] not in GROUPS:
-            known = [*GROUPS[:5], *OWN]
-            raise UsageError(f"{given}: does nothing in a server; {near(key, known)}")
-    if options.config.target.name != "engine":
-        raise UsageError(f"target={options.config.target.name}: serve runs the built-in engine; leave it out")
+def _check_given(overrides: Sequence[str]) -> None:
+    """Refuse settings that do nothing in a server (workload, gate, seed and the like), and several values."""
+    of_a_run = {*(f.name for f in fields(ExperimentConfig)), "workload", "gate", "serving", "tracking"}
+    for given in overrides:
+        key, _, value = given.lstrip("+~").partition("=")
+        key = key.partition("@")[0]
+        group = key.split(".")[0]
+        if group not in GROUPS and ("=" in given or group in of_a_run):
+            what = "does nothing in a server" if group in of_a_run else "no such setting of serve"
+            raise UsageError(f"{given}: {what}; {near(key, [*GROUPS[:5], *OWN])}")
+        if key == "target" and value != ENGINE:
+            raise UsageError(f"{given}: {ENGINE_ALONE}")
+        if os.sep not in value and is_sweep(given):
+            raise UsageError(f"{given}: one server serves one {key}; start one for each value")
 
 
 def _settings(options: SimpleOptions) -> Settings:
@@ -142,8 +153,9 @@ def _seconds(own: dict[str, str], setting: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value <= 1e6 or (value == 0 and setting != "grace_s"):
-        raise UsageError(f"{setting}={text}: must be a number of seconds")
+    if not 0 <= value <= MOST_SECONDS or (value == 0 and setting != "grace_s"):
+        least = "0 seconds or more" if setting == "grace_s" else "above 0 seconds"
+        raise UsageError(f"{setting}={text}: must be {least}, and at most {MOST_SECONDS:.0f}")
     return value
 
 

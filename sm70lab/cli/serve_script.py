@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,8 +105,11 @@ async def _serve(sites: list[Site], options: _Options) -> int:
     server = ScriptedServer(sites)
     try:
         port = await server.start(host, port, tls)
-    except OSError as error:
-        raise UsageError(f"host={host} port={port}: cannot be used ({error.strerror or error})") from error
+    except socket.gaierror as error:
+        raise UsageError(f"host={host}: not an address of this machine ({error.strerror})") from error
+    except OSError as error:  # asyncio puts the address into its text, so the number tells the reason
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise UsageError(f"port={port}: cannot be used on {host} ({reason}); choose another") from error
     address = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
     addresses = {site.prefix.removeprefix("/"): f"{address}{site.prefix}/v1" for site in sites}
     if options.as_json:

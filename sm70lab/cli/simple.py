@@ -37,11 +37,13 @@ def parse(
     own: Sequence[str] = (),
     flags: Sequence[str] = (),
     is_word: Callable[[str], bool] = no_words,
+    check: Callable[[Sequence[str]], None] | None = None,
 ) -> SimpleOptions | None:
     """Take arguments apart; ``own`` names settings of the command itself, such as ``port``.
 
-    ``flags`` names its options without a value, ``is_word`` what stands by itself. Returns None after
-    printing the help. Raises ``UsageError`` for anything unknown.
+    ``flags`` names its options without a value, ``is_word`` what stands by itself; ``check`` sees the other
+    settings before they are composed. Returns None after printing the help. Raises ``UsageError`` for
+    anything unknown.
     """
     if "--help" in arguments or "-h" in arguments:
         print(help_text, end="")
@@ -54,6 +56,8 @@ def parse(
             mine[key] = value
         else:
             overrides.append(argument)
+    if check is not None:
+        check(overrides)
     options.overrides = expand_model_path(overrides, multirun=False)
     check_overrides(options.overrides, options.folders)
     return SimpleOptions(compose(options.overrides, options.config_dir), mine, options)

@@ -231,7 +231,21 @@ def _against(baseline: Arm, arm: Arm, speed_refused: bool) -> Against:
         tokens=_tokens(baseline, arm),
         runs_needed=0,
         runs_needed_words="",
+        speed_words=_why_untimed(baseline, arm),
     )
+
+
+def _why_untimed(baseline: Arm, arm: Arm) -> str:
+    """Why no pair has a speed, should there be none."""
+    for side in (baseline, arm):
+        passing = [run for run in side.runs if run.verdict is VerdictKind.passed]
+        if passing and not any(run.speed_valid for run in passing):
+            return f"{side.label} passes, but none of its speeds is valid: {passing[0].name} says why"
+    a, b = baseline.timed, arm.timed
+    pairs = [key for key in a if key in b]
+    if pairs and not any(a[key].seconds and b[key].seconds for key in pairs):
+        return "no rounds are recorded, as of a server's runs; the tok/s of each stand in its summary"
+    return "no pair of passing runs"
 
 
 def _rate(arm: Arm, by_generation: bool) -> PassRate:
@@ -316,7 +330,7 @@ def _speed(route: Against, refused: str | None) -> tuple[Speed, str]:
     if route.quality is Quality.worse:
         return Speed.not_compared, "a worse route's speed does not count"
     if not ratio.pairs:
-        return Speed.not_compared, "no pair of passing runs"
+        return Speed.not_compared, route.speed_words
     if route.speed_p_adjusted >= ALPHA or ratio.low <= 1 <= ratio.high:
         least = statistics.pairs_to_decide(ALPHA)
         few = f"; {_count(least - ratio.pairs, 'more pair')} at least" if ratio.pairs < least else ""

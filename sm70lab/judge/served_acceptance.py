@@ -25,16 +25,23 @@ from sm70lab.judge.acceptance import (
 )
 from sm70lab.schema import CounterWindow, Evidence, Generation, Status
 
+NO_HAZARD = "none"
+OTHER_ROUTE = "other_route"  # finding: the server does not run the route that was named
 WORD = re.compile(r"\w+|\s+|[^\w\s]")  # tokens of a text whose ids are not known
 
 
 def evidence(
-    generations: Sequence[Generation], counters: Sequence[CounterWindow], draft_tokens: int | None
+    generations: Sequence[Generation],
+    counters: Sequence[CounterWindow],
+    draft_tokens: int | None,
+    hazard: str = NO_HAZARD,
 ) -> Evidence:
-    """Acceptance over a server's run; ``draft_tokens``: of the route that the server is said to run.
+    """Acceptance over a server's run; ``draft_tokens``: of the route that the server is said to run;
+    ``hazard``: the fault that it says to run with.
 
-    ``bad`` where a window is at the plateau while its text repeats; ``warn`` on any other finding;
-    ``unknown`` where the server tells nothing; else ``ok``. ``metrics`` and ``details`` have the keys of
+    ``bad`` where a window is at the plateau while its text repeats; ``unknown`` where the server tells
+    nothing, or where one of route and server drafts and the other does not (finding ``other_route``);
+    ``warn`` on any other finding; else ``ok``. ``metrics`` and ``details`` have the keys of
     ``acceptance.evidence``; ``rates`` are over all drafts, as ``rate_all``, where no positions are told.
     """
     shown = _Novelty(generations)
@@ -49,7 +56,15 @@ def evidence(
         found["other_traffic"] = _traffic(counters)
     drafted = _drafted(total, counters, generations)
     if draft_tokens is not None and drafted is not None and round(drafted) != draft_tokens:
-        found["route"] = f"the route drafts {draft_tokens} tokens a round, the server {drafted:.3g}"
+        if (draft_tokens == 0) == (round(drafted) == 0):
+            found["route"] = f"the route drafts {draft_tokens} tokens a round, the server {drafted:.3g}"
+        else:
+            found[OTHER_ROUTE] = (
+                f"the named route drafts {draft_tokens} tokens a round, the server {drafted:.3g}: "
+                "this is not that route"
+            )
+    if hazard != NO_HAZARD:
+        found["hazard"] = f"the server runs hazard={hazard} (its /version says so)"
     metrics = _metrics(total, generations, bool(len(own) < len(counters)), drafted)
     windows = [
         entry | {"other_traffic": w.other_traffic} for entry, w in zip(series(parts), counters, strict=True)
@@ -58,8 +73,8 @@ def evidence(
     if not total.rounds and not total.tested:
         return _without_drafts(generations, counters, found, metrics, details)
     bad = any(w.plateau and w.novelty < LOW_NOVELTY for w in clean)
-    status = Status.bad if bad else Status.warn if found else Status.ok
-    line = f"{_words(total)} ({source})" + "".join(f"; {name}: {text}" for name, text in found.items())
+    status = Status.bad if bad else _status(found, Status.ok)
+    line = f"{_words(total)} ({source}){_found_words(found, counters)}"
     return Evidence("acceptance", status, line, metrics, details)
 
 
@@ -72,9 +87,20 @@ def _without_drafts(
 ) -> Evidence:
     counted = any(w.tokens for w in counters)
     line = "the server's counters show no drafts" if counted else "the server tells nothing of its drafts"
-    line += "".join(f"; {name}: {text}" for name, text in found.items())
-    status = Status.warn if found else Status.ok if counted else Status.unknown
+    line += _found_words(found, counters)
+    status = _status(found, Status.ok if counted else Status.unknown)
     return Evidence("acceptance", status, line, metrics, details)
+
+
+def _status(found: dict[str, str], otherwise: Status) -> Status:
+    return Status.unknown if OTHER_ROUTE in found else Status.warn if found else otherwise
+
+
+def _found_words(found: dict[str, str], counters: Sequence[CounterWindow]) -> str:
+    words = "".join(f"; {name}: {text}" for name, text in found.items())
+    if "other_traffic" not in found and not all(w.own_known for w in counters):
+        words += "; other traffic is not known: this run's own tokens are not all counted"
+    return words
 
 
 def _pooled(w: CounterWindow) -> Pooled:

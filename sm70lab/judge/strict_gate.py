@@ -187,6 +187,8 @@ def evidence(generations: Sequence[Generation], gate: Gate) -> Evidence:
 def _lacking(generation: Generation, metrics: ShapeMetrics, gate: Gate) -> str:
     """In words, what is missing to say that an output is sound; empty if nothing."""
     if short := text_shape.shortfall(metrics, gate):
+        if not generation.came:
+            return f"{generation.key}: no token came"
         return f"an output was cut {short} tokens below the {gate.min_tokens} needed"
     if split(generation).open and generation.finish_reason == "length":
         tokens = metrics.tokens

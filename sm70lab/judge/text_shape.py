@@ -173,9 +173,13 @@ def evidence(generations: Sequence[Generation], gate: Gate) -> Evidence:
         line = f"{len(bad)} of {len(measured)} outputs fail; {first}" + (f"; and {more} more" if more else "")
     elif short or not measured:
         status = Status.unknown
-        line = (
-            f"an output was cut {short} tokens below the {gate.min_tokens} needed" if short else "no output"
-        )
+        empty = next((g.key for g in generations if not g.came), None)
+        if empty is not None:
+            line = f"{empty}: no token came"
+        elif short:
+            line = f"an output was cut {short} tokens below the {gate.min_tokens} needed"
+        else:
+            line = "no output"
     else:
         status = Status.ok
         highest = {name: max(getattr(m, name).value for m in measured) for name in RUN_METRICS}

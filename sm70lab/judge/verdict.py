@@ -12,6 +12,8 @@
 | ok or none | ok | interrupted | inconclusive: let it finish |
 | ok | ok | finished | pass |
 | ok or none | ok | connection lost, timeout, server's error, unreadable | inconclusive: what failed |
+| ok or none | the server does not run the named route | any | inconclusive: which drafts |
+| none, and a reference was asked for by name | ok | finished | inconclusive: why it scored nothing |
 | none | ok | finished | pass, on text alone: the reason says so and ``audited`` is 0 |
 """
 
@@ -35,7 +37,8 @@ from sm70lab.schema import (
     VerdictKind,
 )
 
-NO_SPEED = {"accounting", "rise_with_repetition", "other_traffic"}  # findings beside which tok/s is no speed
+# Findings beside which tok/s is no speed.
+NO_SPEED = {"accounting", "rise_with_repetition", "other_traffic", "hazard"}
 NON_FINITE = {"non_finite": VerdictKind.route_fault, "model_non_finite": VerdictKind.model_degenerate}
 
 
@@ -49,6 +52,8 @@ class RouteFacts:
     reference: str = ""  # of a server's run: which reference judged it, or why none could
     served: bool = False  # no rounds, and ``draft_tokens`` is what the route is said to be
     named_route: bool = True  # the route was chosen, and is not whatever the server runs
+    hazard: str = served_acceptance.NO_HAZARD  # that a server says to run with
+    must_audit: str = ""  # the setting that asks for a reference; empty: without one the text decides
 
 
 def judge(
@@ -92,7 +97,7 @@ def acceptance_evidence(
     """Acceptance from the rounds, or of a server from what it counted."""
     if facts.served:
         wanted = facts.draft_tokens if facts.named_route else None
-        return served_acceptance.evidence(generations, counters, wanted)
+        return served_acceptance.evidence(generations, counters, wanted, facts.hazard)
     return acceptance.evidence(generations, gate, facts.draft_tokens)
 
 
@@ -145,6 +150,11 @@ def _decide(
             VerdictKind.inconclusive,
             f"interrupted: {interrupted} of {len(generations)} outputs did not finish; no fault so far",
         )
+    if other_route := accept.details["findings"].get(served_acceptance.OTHER_ROUTE):
+        return VerdictKind.inconclusive, other_route
+    if not scored and facts.must_audit:
+        why = f": {facts.reference}" if facts.reference else ""
+        return VerdictKind.inconclusive, f"{facts.must_audit} scored no token{why}"
     if not scored:
         why = f" ({facts.reference})" if facts.reference else ""
         if accept.status is Status.unknown:

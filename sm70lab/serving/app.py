@@ -23,6 +23,7 @@ from sm70lab.serving.gate import Gate, refusal
 from sm70lab.serving.intake import Intake
 from sm70lab.serving.job import ABORT, Delta, Event, Failure, Job
 from sm70lab.serving.protocol import (
+    EITHER,
     ChatAnswer,
     ChatRequest,
     CompletionAnswer,
@@ -231,11 +232,26 @@ async def _invalid(request: Request, error: Exception) -> Response:
     """The first complaint."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
+    message = str(first["msg"]).replace("Input should be", "must be")
     place = [str(part) for part in first["loc"] if part != "body"]
-    where = ".".join(place)
-    message = f"{where}: {first['msg']}" if where else str(first["msg"])
-    param = place[0] if place else None
-    return refusal(ApiError(400, message, param))
+    if first["type"] == "json_invalid":  # its place is a character's
+        return refusal(ApiError(400, f"the body is not JSON: {first['ctx']['error']}"))
+    if not place:
+        return refusal(ApiError(400, _no_object(request, first["type"])))
+    either = next((at for at, part in enumerate(place) if part in EITHER), None)
+    if either is not None and first["type"] != "missing":  # the complaint is about one kind of several
+        message, place = f"must be {EITHER[place[either]]}", place[: either + 1]
+    return refusal(ApiError(400, f"{'.'.join(place)}: {message}", place[0]))
+
+
+def _no_object(request: Request, kind: str) -> str:
+    """Why a body is no JSON object at all."""
+    if kind == "missing":
+        return "the body is empty; send a JSON object"
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media == "application/json" or media.endswith("+json"):
+        return "the body must be a JSON object"
+    return "the body was not read as JSON; send Content-Type: application/json"
 
 
 async def _unforeseen(request: Request, error: Exception) -> Response:

@@ -12,7 +12,16 @@ FinishReason = Literal[
     "stop", "length", "abort", "timeout", "repetition", "non_finite", "model_non_finite", "error"
 ]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-TokenId = Annotated[int, Field(ge=0)]
+Whole = Annotated[int, Field(strict=True)]  # true is no 1
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+TokenId = Annotated[Whole, Field(ge=0)]
+
+# What a field that takes several kinds of value takes.
+EITHER = {
+    "prompt": "a string or a list of token ids (one prompt a request)",
+    "stop": f"a string or a list of up to {MAX_STOPS} strings, none of them empty",
+    "content": "a string or a list of parts {type: text, text: …}",
+}
 
 # Fields that vLLM or OpenAI know and this server does not do, with the values that ask for nothing.
 REFUSED: dict[str, tuple[JsonValue, ...]] = {
@@ -63,24 +72,24 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int | None = Field(None, ge=0)
-    temperature: float | None = Field(None, ge=0, le=10_000)
-    top_p: float | None = Field(None, ge=1e-6, le=1)
-    top_k: int | None = Field(None, ge=-1, description="0 and -1 are off")
-    min_p: float | None = Field(None, ge=0, lt=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, ge=0.1, le=10)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    seed: int | None = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED, description="-1 is none")
+    max_tokens: Whole | None = Field(None, ge=1)
+    min_tokens: Whole | None = Field(None, ge=0)
+    temperature: Number | None = Field(None, ge=0, le=10_000)
+    top_p: Number | None = Field(None, ge=1e-6, le=1)
+    top_k: Whole | None = Field(None, ge=-1, description="0 and -1 are off")
+    min_p: Number | None = Field(None, ge=0, lt=1)
+    presence_penalty: Number | None = Field(None, ge=-2, le=2)
+    frequency_penalty: Number | None = Field(None, ge=-2, le=2)
+    repetition_penalty: Number | None = Field(None, ge=0.1, le=10)
+    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    seed: Whole | None = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED, description="-1 is none")
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
-    n: int | None = Field(None, ge=1, le=1)
+    n: Whole | None = Field(None, ge=1, le=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    prompt_logprobs: int | None = Field(None, ge=-1)
+    prompt_logprobs: Whole | None = Field(None, ge=-1)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     speculative_decoding: bool | None = Field(None, description="false: no drafts for this request")
@@ -105,7 +114,7 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: str | list[TokenId] | Annotated[list[str], Field(min_length=1, max_length=1)]
-    logprobs: int | None = Field(None, ge=-1)
+    logprobs: Whole | None = Field(None, ge=-1)
 
 
 class TextPart(BaseModel):
@@ -127,9 +136,9 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Whole | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: Whole | None = Field(None, ge=0)
     chat_template_kwargs: dict[str, JsonValue] | None = None
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
@@ -71,6 +72,7 @@ def _names(kind: Any) -> list[str]:
 
 def _typed(path: Path, kind: Any, values: Any, place: str = "") -> Any:
     """``values`` as an object of ``kind``."""
+    _check_shapes(path, kind, values, place)
     try:
         return OmegaConf.to_object(
             OmegaConf.merge(OmegaConf.structured(kind), OmegaConf.create(_escaped(values)))
@@ -83,6 +85,30 @@ def _typed(path: Path, kind: Any, values: Any, place: str = "") -> Any:
             raise UsageError(f"{path}: {key}: no such key; {near(str(error.key), known)}") from error
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"{path}: {key}: {line}") from error
+
+
+def _check_shapes(path: Path, kind: Any, values: Any, place: str) -> None:
+    """Raise where a list or a group of keys is needed and something else stands: OmegaConf names no key."""
+    if not isinstance(values, dict):
+        raise UsageError(f"{path}: {place.rstrip('.')}: must be keys and values: {{{_names(kind)[0]}: …}}")
+    for key, hint in get_type_hints(kind).items():
+        value: Any = values.get(key)
+        if key not in values or (value is None and type(None) in get_args(hint)):
+            continue
+        inner = next((h for h in get_args(hint) if h is not type(None)), hint) if _optional(hint) else hint
+        if get_origin(inner) is list and not isinstance(value, list):
+            raise UsageError(f"{path}: {place}{key}: must be a list, not {value!r}")
+        if get_origin(inner) is dict and not isinstance(value, dict):
+            raise UsageError(f"{path}: {place}{key}: must be keys and values, not {value!r}")
+        if get_origin(inner) is dict and is_dataclass(get_args(inner)[1]):
+            for name, entry in value.items():
+                _check_shapes(path, get_args(inner)[1], entry, f"{place}{key}.{name}.")
+        if is_dataclass(inner):
+            _check_shapes(path, inner, value, f"{place}{key}.")
+
+
+def _optional(hint: Any) -> bool:
+    return get_origin(hint) in (Union, UnionType)
 
 
 def _look_inside(path: Path, values: Any, place: str) -> None:

@@ -57,7 +57,11 @@ class Worker(threading.Thread):
                 raise ApiError(503, "the server is shutting down")
             if len(self._jobs) >= self.limit:
                 self.metrics.rejected()
-                raise ApiError(429, f"the queue is full ({self.limit} requests); try again later")
+                running = len(self._running)
+                waiting = len(self._jobs) - running
+                raise ApiError(
+                    429, f"the queue is full ({running} running, {waiting} waiting); try again later"
+                )
             self._jobs.add(job)
             self._waiting.append(job)
             self._changed.notify()

@@ -165,7 +165,8 @@ class OpenAITarget:
         """By whom ``target.reference`` names: ``targets.remote_reference``. None where ids are missing."""
         if not generation.request["ids_whole"]:
             # a token behind a gap would be judged by what did not come before it
-            why = generation.note if generation.token_ids else "the server tells no token ids"
+            why = "the server tells no token ids" if generation.came else "no token came"
+            why = generation.note if generation.token_ids else why
             self._gaps.append(f"{generation.key} is not scored: {why}")
             return None
         return self._judge.score(generation)

@@ -203,6 +203,13 @@ class Answer:
         return bool(self.token_ids) and not (self.broken or self.ids_stopped) and self.miscounted is None
 
     @property
+    def tokens_known(self) -> bool:
+        """Whether ``tokens`` is all that the server made for this answer, as far as it has come."""
+        told = bool(self.token_ids) or self.counted is not None
+        whole = not (self.broken or self.ids_stopped) and self.miscounted is None
+        return told and whole and self.finish_reason not in BROKEN_ENDS
+
+    @property
     def miscounted(self) -> str | None:
         """In words, where the server's count is not that of the ids."""
         if not self.token_ids or self.counted in (None, len(self.token_ids)) or self.broken:

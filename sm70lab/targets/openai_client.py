@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+import h11
 import httpx
 
 from sm70lab import __version__
@@ -75,7 +76,10 @@ class Client:
     def get(self, path: str, seconds: float | None = None, api: bool = True) -> httpx.Response:
         """GET below ``…/v1``, or with ``api=False`` below the server's root. Raises ``httpx`` errors."""
         address = (self.api if api else self.root) + path
-        return self.sync.get(address, timeout=self.timeout if seconds is None else seconds)
+        try:
+            return self.sync.get(address, timeout=self.timeout if seconds is None else seconds)
+        except h11.LocalProtocolError as error:  # a body that is not as a header says: httpx lets it through
+            raise httpx.LocalProtocolError(str(error)) from error
 
     def post(self, path: str, body: dict[str, Any], api: bool = True) -> httpx.Response:
         """POST JSON, without streaming. Raises ``httpx`` errors."""
@@ -213,6 +217,7 @@ def in_words(error: BaseException, target: TargetConfig | None = None) -> str:
             return f"{words} target.{name}{value}"
     kinds: list[tuple[type[BaseException], str]] = [
         (httpx.ConnectError, "cannot be reached"),
+        (httpx.LocalProtocolError, "HTTP allows no such request; look at target.headers"),
         (httpx.RemoteProtocolError, "the connection broke off, or is not HTTP"),
         (httpx.NetworkError, "the connection was lost"),
     ]
@@ -246,8 +251,9 @@ def _headers(target: TargetConfig) -> dict[str, str]:
 
 def _secret(setting: str, variable: str) -> str:
     value = os.environ.get(variable, "")
-    if not value or not value.isascii() or not value.isprintable():
-        what = "not set, or empty" if not value else "not printable ASCII, as a header must be"
+    if not value or not value.isascii() or not value.isprintable() or value != value.strip():
+        right = "printable ASCII without a blank at its ends, as a header must be"
+        what = "not set, or empty" if not value else f"not {right}"
         raise UsageError(f"{setting}={variable}: this environment variable is {what}")
     return value
 

@@ -313,9 +313,8 @@ class Batch:
         found = {}
         for answer in (ask.answer for ask in self.asks):
             if answer.begun:
-                known = answer.token_ids or answer.counted is not None
                 position = answer.tokens if answer.token_ids else answer.characters
-                found[answer.key] = Own(position, answer.tokens if known else None)
+                found[answer.key] = Own(position, answer.tokens if answer.tokens_known else None)
         return self.earlier | found
 
     async def _watch(self, http: httpx.AsyncClient) -> None:

@@ -180,6 +180,8 @@ class Watch:
                     spans=spans,
                 )
             )
+        if not self._own_known():
+            found = [replace(window, own_known=False) for window in found]
         shared = bool(self.traffic())
         if shared and not any(window.other_traffic for window in found):
             return [replace(window, other_traffic=True) for window in found]  # somewhere among them
@@ -202,6 +204,10 @@ class Watch:
             signs.append(f"{max(more)} more requests ran than this run's")
         return "; ".join(signs)
 
+    def _own_known(self) -> bool:
+        """Whether all own tokens are known in the end; else a surplus of the counters may be the run's."""
+        return not self.readings or _tokens(self.readings[0][1], self.readings[-1][1]) is not None
+
     def record(self) -> dict[str, Any]:
         """Every reading (``seconds`` since the first), and what was noticed. A counter that fell says that
         the server began again."""
@@ -212,6 +218,7 @@ class Watch:
                 for r, _, running in self.readings
             ],
             "other_traffic": self.traffic(),
+            "own_tokens_known": self._own_known(),
             "restarted": self._restarted(),
             "faults": self.faults,
         }

@@ -11,7 +11,8 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from sm70lab.schema import (
     ModelSpec,
     Numerics,
     Route,
+    StateConfig,
     StateDtype,
 )
 
@@ -91,6 +93,8 @@ GRAPHS = {
     GraphMode.full: "FULL_DECODE_ONLY",
     GraphMode.full_and_piecewise: "FULL_AND_PIECEWISE",
 }
+STARTS_DRAFTS = ("method", "model", "num_speculative_tokens")  # without one vLLM has nothing to draft with
+SHAPED = ("compile", "graph", "prefix_blocks")  # route settings that a serving shape has for every route
 LIKE_A_KNOWN_ONE = 0.94  # difflib's ratio above which an unknown variable is a slip of the hand
 
 
@@ -179,7 +183,8 @@ def launch(config: ExperimentConfig) -> Launch:
     | ``target.max_num_seqs`` | ``--max-num-seqs`` |
     | ``target.env``, ``target.arguments`` | as they stand; null leaves out what stands above |
 
-    ``route=as_served`` writes nothing of a route. Raises ``UsageError`` where settings contradict each
+    ``route=as_served`` writes nothing of a route, and no ``speculative_config`` that only adds to a route's
+    drafts. Raises ``UsageError`` where settings contradict each
     other, or one exists in the built-in engine alone.
     """
     target = config.target
@@ -187,7 +192,8 @@ def launch(config: ExperimentConfig) -> Launch:
     for name in target.env:
         _check_spelling(name)
     variables, arguments, not_applied = _of_route(config.route)
-    arguments = _merged_speculation(config.route, arguments, dict(target.arguments))
+    arguments, unused = _merged_speculation(config.route, arguments, dict(target.arguments))
+    not_applied += unused
     folder = _folder(config.model)
     if folder is not None:
         if config.model.dtype not in DTYPES:
@@ -200,7 +206,13 @@ def launch(config: ExperimentConfig) -> Launch:
         )
     arguments.append(Entry("max_num_seqs", target.max_num_seqs, f"target.max_num_seqs={target.max_num_seqs}"))
     given = {name: value for name, value in target.arguments.items() if name != "speculative_config"}
-    model = folder or given.pop("model", None)
+    named = given.pop("model", None)
+    if folder is not None and named not in (None, folder):
+        raise UsageError(
+            f"target.arguments.model={named}: contradicts model={folder}, which is served; leave one of them "
+            "out"
+        )
+    model = folder or named
     if model is None:
         raise UsageError(
             "model.path=null: target=vllm needs weights to serve; set model=/a/folder, or "
@@ -250,7 +262,8 @@ def _check_spelling(name: str) -> None:
 def _of_route(route: Route) -> tuple[list[Entry], list[Entry], list[str]]:
     """Variables, arguments, and what has no counterpart."""
     if route.name == AS_SERVED:
-        return [], [], []
+        return [], [], list(_left_to_the_server(route))
+    _check_scheme(route.state.scheme)
     variables = list(_boundary(route))
     arguments: list[Entry] = []
     not_applied = [f"route.state.scheme={route.state.scheme}", f"route.proposal={route.proposal.value}"]
@@ -281,6 +294,35 @@ def _of_route(route: Route) -> tuple[list[Entry], list[Entry], list[str]]:
     return variables, arguments, not_applied
 
 
+def _left_to_the_server(route: Route) -> Iterator[str]:
+    """What ``route=as_served`` carries without effect: a serving shape's settings for any route.
+
+    Raises ``UsageError`` for anything else, which makes a route of its own.
+    """
+    blank = Route(name=AS_SERVED, draft_tokens=0)
+    for section, own, default in (("route", route, blank), ("route.state", route.state, blank.state)):
+        for f in fields(own):
+            value = getattr(own, f.name)
+            if f.name == "state" or value == getattr(default, f.name):
+                continue
+            shown = value.value if isinstance(value, Enum) else str(value).lower()
+            setting = f"{section}.{f.name}={shown}"
+            if f.name not in SHAPED:
+                raise UsageError(
+                    f"{setting}: route={AS_SERVED} leaves the route to the server; choose one, such as "
+                    f"route=split {setting}"
+                )
+            yield f"{setting} (route={AS_SERVED} leaves it to the server)"
+
+
+def _check_scheme(name: str) -> None:
+    """No scheme reaches vLLM, but the record must not carry one that there is not."""
+    if name != StateConfig().scheme:
+        from sm70lab.engine.schemes import scheme_named  # brings torch
+
+        scheme_named(name)
+
+
 def _boundary(route: Route) -> Iterator[Entry]:
     for flag, variable in BOUNDARY.items():
         value = getattr(route, flag)
@@ -302,15 +344,28 @@ def _graphs(route: Route) -> list[Entry]:
     return [Entry("compilation_config", wanted if route.compile else {"mode": 0, **wanted}, source)]
 
 
-def _merged_speculation(route: Route, own: list[Entry], given: dict[str, Any]) -> list[Entry]:
-    """``target.arguments.speculative_config`` adds to what the route asks for; null takes a key out."""
+def _merged_speculation(
+    route: Route, own: list[Entry], given: dict[str, Any]
+) -> tuple[list[Entry], list[str]]:
+    """``target.arguments.speculative_config`` adds to what the route asks for; null takes a key out.
+
+    Also returns what is not applied: additions to drafts that ``route=as_served`` does not ask for.
+    """
+    setting = "target.arguments.speculative_config"
     extra = given.get("speculative_config")
-    if extra is None or (not isinstance(extra, dict) and route.name != AS_SERVED):
-        if extra is None:
-            return own
-        raise UsageError(f"target.arguments.speculative_config={extra}: must be a group of settings")
+    if extra is None:
+        if "speculative_config" in given and route.name != AS_SERVED and route.draft_tokens:
+            raise UsageError(
+                f"{setting}=null: contradicts route.draft_tokens={route.draft_tokens}, which needs it; set "
+                "route=no_mtp or route.draft_tokens=0"
+            )
+        return own, []
     if route.name == AS_SERVED:
-        return [*own, Entry("speculative_config", extra, "target.arguments")]
+        if isinstance(extra, dict) and not any(extra.get(key) is not None for key in STARTS_DRAFTS):
+            return own, [f"{setting} (route={AS_SERVED}, and it names no {' or '.join(STARTS_DRAFTS)})"]
+        return [*own, Entry("speculative_config", _without_null(extra), "target.arguments")], []
+    if not isinstance(extra, dict):
+        raise UsageError(f"{setting}={extra}: must be a group of settings")
     merged = []
     for entry in own:  # without drafts there is no such entry, and what is given has nothing to add to
         if entry.name == "speculative_config":
@@ -320,12 +375,16 @@ def _merged_speculation(route: Route, own: list[Entry], given: dict[str, Any]) -
                     value.pop(key, None)
                 elif value.setdefault(key, wanted) != wanted:
                     raise UsageError(
-                        f"target.arguments.speculative_config.{key}={wanted}: contradicts {entry.source}, "
+                        f"{setting}.{key}={wanted}: contradicts {entry.source}, "
                         f"which asks for {value[key]}; leave it out"
                     )
             entry = Entry(entry.name, value, f"{entry.source} target.arguments")
         merged.append(entry)
-    return merged
+    return merged, []
+
+
+def _without_null(value: Any) -> Any:
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 def _with_given(own: list[Entry], given: dict[str, Any], setting: str) -> list[Entry]:

@@ -20,6 +20,7 @@ from sm70lab.schema import (
 from sm70lab.tracking.latency import latency, latency_line
 
 NO_HAZARD = "none"
+SERVER_ROUTE, SERVER_HAZARD = "server.version.route.name", "server.version.hazard"  # of what was loaded
 SHARED = "other_traffic"  # finding of the acceptance beside which a speed is no measure
 SPEED = ("tokens_per_second", "rounds_per_second", "acceptance_length")
 VERDICT_KEYS = ("kind", "reason", "evidence")
@@ -155,8 +156,9 @@ def speed_line(result: dict[str, Any]) -> str:
 def hazard_line(result: dict[str, Any]) -> str | None:
     """What to say first and loudest of a run with a fault put in on purpose; None for an honest one."""
     name = result.get("hazard", NO_HAZARD)
+    told = (result.get("loaded") or {}).get(SERVER_HAZARD, NO_HAZARD)
     if name == NO_HAZARD:
-        return None
+        return None if told == NO_HAZARD else f"{told}: the server runs with this fault, its /version says so"
     idle = result["loaded"].get("hazard_cannot_act")
     return f"{name}: a fault put in on purpose" + (f"; it cannot act here: {idle}" if idle else "")
 

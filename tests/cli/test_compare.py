@@ -15,6 +15,7 @@ from scripted import ScriptedTarget
 
 from sm70lab import experiment
 from sm70lab.cli import main
+from sm70lab.cli.display import print_sweep
 from sm70lab.experiment import build_target
 from sm70lab.tracking.marker import this_process
 
@@ -222,6 +223,24 @@ def test_unfair_runs_cost_one_line(command: Command, runs: Path, settings: Any, 
     code, out, _ = command("compare", "full_forward-s1", "split-s1", f"allow={words.split(' ')[0]}")
     assert code == 0
     assert f"differs on purpose in {words}" in out
+
+
+def test_routes_of_one_server_are_but_names(
+    command: Command, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = "http://127.0.0.1:9"
+    code, out, err = command("compare", "no_mtp", "split", "target=openai", f"target.base_url={url}")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"route=no_mtp, split: both arms ask the same server at {url}" in err
+    result = json.loads((folder_of(runs, "split-s1") / "result.json").read_text())
+    swept = [
+        {"overrides": [f"target.base_url={url}"], "result": result | {"target": target, "route": route}}
+        for target, route in (("openai", "no_mtp"), ("openai", "split"), ("engine", "split"))
+    ]
+    print_sweep(swept)
+    assert capsys.readouterr().out.count(f"no_mtp, split asked the same server (target.base_url={url})") == 1
+    print_sweep(swept[1:])
+    assert "asked the same server" not in capsys.readouterr().out
 
 
 def test_another_machine_costs_the_speed_alone(command: Command, runs: Path) -> None:

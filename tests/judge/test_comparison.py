@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,6 +84,16 @@ def test_a_faster_route_that_passes() -> None:
     back = compare([route, BASE]).routes[0]
     assert back.speed is Speed.slower
     assert back.ratio.ratio == pytest.approx(1 / against.ratio.ratio)
+
+
+def test_why_no_speed_is_compared() -> None:
+    served = arm("a", [replace(r, samples=[replace(s, rounds=[]) for s in r.samples]) for r in BASE.runs])
+    (against,) = compare([served, replace(served, label="b")]).routes
+    assert against.quality is Quality.no_regression and against.speed is Speed.not_compared
+    assert against.speed_words.startswith("no rounds are recorded, as of a server's runs")
+    shared = arm("b", [replace(run, speed_valid=False) for run in BASE.runs])
+    (against,) = compare([BASE, shared]).routes
+    assert against.speed_words == "b passes, but none of its speeds is valid: t/run-s1 says why"
 
 
 def test_six_pairs_at_least_decide_a_speed() -> None:

@@ -93,7 +93,11 @@ def test_a_route_that_is_not_the_servers_is_noticed(looping: Generation) -> None
     assert "route" not in served_acceptance.evidence([looping], HEALTHY, None).details["findings"]
     idle = [replace(HEALTHY[0], drafts=0, draft_tokens=0, accepted=0, accepted_per_position=())]
     told = served_acceptance.evidence([looping], idle, 4)
-    assert "the server 0" in told.details["findings"]["route"] and told.status is Status.warn
+    line = "the named route drafts 4 tokens a round, the server 0: this is not that route"
+    assert told.details["findings"]["other_route"] == line and told.status is Status.unknown
+    sound = replace(looping, token_ids=list(range(TOKENS)))
+    verdict = judge([sound], None, Gate(), RouteFacts(4, 1.0, tolerance.FLOAT32, served=True), idle)
+    assert (verdict.kind, verdict.reason) == (VerdictKind.inconclusive, line)
     assert served_acceptance.evidence([looping], idle, 0).line == "the server's counters show no drafts"
 
 

@@ -296,6 +296,58 @@ def test_a_bad_value_is_one_error_object(server: ServeProcess, fields: dict[str,
     assert error["param"] == param and error["message"] and error["type"]
 
 
+PROMPT = "prompt: must be a string or a list of token ids (one prompt a request)"
+STOP = "stop: must be a string or a list of up to 64 strings, none of them empty"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": 5}, PROMPT),
+        ({"prompt": None}, PROMPT),
+        ({"prompt": ["a", "b"]}, PROMPT),
+        ({"prompt": [True]}, PROMPT),
+        ({"stop": ["a", None]}, STOP),
+        ({"stop": 5}, STOP),
+        ({"temperature": float("nan")}, "temperature: must be a finite number"),
+        ({"temperature": float("inf")}, "temperature: must be a finite number"),
+        ({"max_tokens": True}, "max_tokens: must be a valid integer"),
+        ({"max_tokens": "5"}, "max_tokens: must be a valid integer"),
+        ({"temperature": True}, "temperature: must be a valid number"),
+        ({"top_k": 0, "seed": 1.5}, "seed: must be a valid integer"),
+    ],
+)
+def test_a_bad_value_says_what_is_allowed(server: ServeProcess, fields: dict[str, Any], message: str) -> None:
+    body = json.dumps({"prompt": PAGE, **fields})
+    answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["message"]) == (400, message)
+    assert error["param"] == message.partition(":")[0]
+
+
+def test_whole_numbers_are_temperatures_too(server: ServeProcess) -> None:
+    assert len(server.ids(temperature=1, top_p=1, max_tokens=2, ignore_eos=True)) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "message"),
+    [
+        (b"{bad json", "application/json", "the body is not JSON: Expecting property name"),
+        (b"[]", "application/json", "the body must be a JSON object"),
+        (b"", "application/json", "the body is empty"),
+        (b'{"prompt": "x"}', "text/plain", "send Content-Type: application/json"),
+        (b'{"prompt": "x"}', None, "send Content-Type: application/json"),
+    ],
+)
+def test_a_body_that_is_no_request_says_why(
+    server: ServeProcess, body: bytes, kind: str | None, message: str
+) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    answer = server.http.post("/v1/completions", content=body, headers=headers)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and message in error["message"] and error["param"] is None
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"prompt": ' + b"[" * 100_000, b"\xff"])
 def test_a_body_that_is_no_request(server: ServeProcess, body: bytes) -> None:
     answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})

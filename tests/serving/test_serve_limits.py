@@ -79,6 +79,7 @@ def test_a_full_queue_and_the_time_limit(server: ServeProcess) -> None:
     with pytest.raises(RateLimitError) as refused:
         server.client(KEY).completions.create(model="web", prompt="<p>")
     assert int(refused.value.response.headers["retry-after"]) >= 1
+    assert "the queue is full (1 running, 1 waiting)" in str(refused.value)
     for thread in threads:
         thread.join()
     assert [answer["choices"][0]["finish_reason"] for answer in found] == ["timeout"] * 2
@@ -91,17 +92,27 @@ def test_a_full_queue_and_the_time_limit(server: ServeProcess) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["prot=1"], "prot"),
+        (
+            ["foo=1"],
+            "foo=1: no such setting of serve; choose from (route, target, model, sampling, hazard, port,",
+        ),
+        (["prot=1"], "did you mean port"),
+        (["route=split,no_mtp"], "route=split,no_mtp: one server serves one route; start one for each"),
+        (["sampling.top_k=1,2"], "one server serves one sampling.top_k"),
+        (["grace_s=-1"], "grace_s=-1: must be 0 seconds or more"),
+        (["target=openai"], "target=openai: serve runs the built-in engine; leave target out"),
+        (["target=vllm"], "target=vllm: serve runs the built-in engine; leave target out"),
+        (["experiment=AI", "model=sm70lab/models/web"], "target=vllm: serve runs the built-in engine"),
         (["port=x"], "port=x"),
         (["port=65536"], "port=65536"),
         (["queue=-1"], "queue=-1"),
         (["max_model_len=1"], "max_model_len=1"),
         (["max_model_len=16000000"], "max_model_len=16000000"),
-        (["request_timeout_s=0"], "request_timeout_s=0"),
+        (["request_timeout_s=0"], "request_timeout_s=0: must be above 0 seconds"),
         (["repetition_stop=maybe"], "repetition_stop=maybe"),
         (["api_key_env=NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE"),
         (["host=host.invalid"], "host.invalid"),
-        (["seed=3"], "seed=3"),
+        (["seed=3"], "seed=3: does nothing in a server"),
         (["workload.max_tokens=3"], "workload.max_tokens"),
         (["target=openai", "target.base_url=http://127.0.0.1:1/v1"], "target=openai"),
         (["--verbose"], "--verbose"),
@@ -120,7 +131,10 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", f"port={port}"]) == 2
-    assert f"port={port}: cannot be used" in capsys.readouterr().err
+        of_the_engine = capsys.readouterr().err
+        assert main(["serve", "--script", "healthy", f"port={port}"]) == 2
+    assert f"port={port}: cannot be used on 127.0.0.1 (Address already in use); choose" in of_the_engine
+    assert capsys.readouterr().err == of_the_engine
 
 
 def test_sigterm_gives_running_answers_what_there_is(server: ServeProcess) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 KEY = "sk-sesame-open-4711"
@@ -25,6 +26,7 @@ BROKEN = {
     "headers": {"retry-after": "0"},
     "error": "CUDA error: an illegal access",
 }
+TELLS = {"version": "1", "route": {"name": "spec_core_003"}, "hazard": "no_ssm_rollback"}
 TOLD = {"text": ANSWER, "reasoning": THINKING}
 HEALTHY: dict[str, Any] = {}
 
@@ -139,6 +141,14 @@ SCRIPTS: dict[str, dict[str, Any]] = {
     ),
     "redirected": answers(
         HEALTHY, pages={"/v1/models": {"status": 307, "headers": {"location": "/elsewhere"}}}
+    ),
+    "drafting_malformed": answers(
+        {"tokens_per_second": 2500.0, **faulty("malformed", at=20)}, counters=DRAFTS
+    ),
+    "tells": answers(
+        {"tokens_per_second": 2500.0},
+        counters=DRAFTS,
+        pages={"/version": {"body": json.dumps(TELLS), "headers": {"content-type": "application/json"}}},
     ),
     "slow": answers({"tokens_per_second": 100.0}),
 }

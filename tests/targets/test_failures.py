@@ -22,9 +22,11 @@ from failure_scripts import ANSWER, KEY, PROMPTS, SCRIPTS, SHAPES, SOUND, THINKI
 from remote_runs import ASKED, TOKENS, Ran, run, told
 from script_process import HTTP, ScriptProcess, default_signals, write_scripts
 
-from sm70lab.schema import Prompt, PromptSpec
+from sm70lab.errors import UsageError
+from sm70lab.schema import ModelSpec, Prompt, PromptSpec, ReferenceKind, Route, TargetConfig
 from sm70lab.stop_signals import Interrupted
 from sm70lab.targets.openai_answer import Answer
+from sm70lab.targets.openai_client import Client, facts
 from sm70lab.targets.openai_stream import EventStream
 
 SECONDS = 60
@@ -420,6 +422,64 @@ def test_servers_with_fewer_pages_are_judged_all_the_same(
     ran = run(server.base(script), tmp_path, **changes)
     assert (ran.code, ran.verdict) == (0, "pass"), ran.line
     assert ran.evidence("acceptance")["status"] == "unknown"
+
+
+def test_a_header_that_http_forbids_is_one_line(server: ScriptProcess) -> None:
+    headers = {"Content-Length": "3"}
+    client = Client(TargetConfig(name="openai", base_url=server.base("healthy"), headers=headers))
+    with pytest.raises(UsageError, match="HTTP allows no such request"):
+        facts(client)
+    client.close()
+
+
+def test_a_server_that_tells_its_route_and_its_fault(server: ScriptProcess, tmp_path: Path) -> None:
+    refused = run(server.base("tells"), tmp_path, route=Route(name="full_forward"))
+    assert refused.code == 2 and not refused.generations and refused.folder is None
+    assert refused.line.startswith("route=full_forward: the server runs spec_core_003 (its /version says so)")
+    ran = run(server.base("tells"), tmp_path)
+    assert ran.folder is not None
+    line = "hazard: the server runs hazard=no_ssm_rollback (its /version says so)"
+    summary = (ran.folder / "summary.md").read_text(encoding="utf-8")
+    assert line in ran.evidence("acceptance")["line"] and line in summary
+    assert "**HAZARD no_ssm_rollback: the server" in summary and not ran.result["speed"]["valid"]
+    assert run(server.base("tells"), tmp_path, route=Route(name="spec_core_003")).code == 0
+
+
+def test_a_named_route_without_drafts_is_not_a_server_that_drafts(
+    server: ScriptProcess, tmp_path: Path
+) -> None:
+    ran = run(server.base("drafting"), tmp_path, route=Route(name="no_mtp", draft_tokens=0))
+    assert (ran.code, ran.verdict) == (3, "inconclusive")
+    assert re.fullmatch(
+        "the named route drafts 0 tokens a round, the server [34][0-9.]*: this is not that route", ran.reason
+    )
+
+
+def test_a_reference_asked_for_by_name_must_score(server: ScriptProcess, tmp_path: Path) -> None:
+    model = ModelSpec(name="web")
+    ran = run(server.base("no_ids"), tmp_path, model=model, target__reference=ReferenceKind.engine)
+    assert (ran.code, ran.verdict) == (3, "inconclusive")
+    assert "target.reference=engine scored no token" in ran.reason and "no token ids" in ran.reason
+    assert run(server.base("no_ids"), tmp_path, model=model).code == 0
+
+
+def test_own_tokens_that_are_not_known_are_nobody_elses(server: ScriptProcess, tmp_path: Path) -> None:
+    ran = run(server.base("drafting_malformed"), tmp_path)
+    acceptance = ran.evidence("acceptance")
+    assert "other_traffic" not in acceptance["details"]["findings"] and not ran.result["speed"]["shared"]
+    assert "other traffic is not known: this run's own tokens are not all counted" in acceptance["line"]
+    assert "tokens a round" in acceptance["line"] and "no drafts" not in acceptance["line"]
+    assert ran.result["counters"]["other_traffic"] == ""
+
+
+def test_of_an_output_that_never_came_it_is_said(server: ScriptProcess, tmp_path: Path) -> None:
+    prompts = [PromptSpec("page", user=f"<healthy> {ASKED}"), PromptSpec("cut", user=f"<always_cut> {ASKED}")]
+    ran = run(server.base("everything"), tmp_path, workload__prompts=prompts, target__retries=0)
+    assert (ran.code, ran.verdict) == (3, "inconclusive"), ran.line
+    assert ran.evidence("audit")["details"]["reference"].endswith("cut-r0 is not scored: no token came")
+    outcome = next(g for g in ran.result["generations"] if g["prompt"] == "cut")
+    assert "no token came" in outcome["failure"]
+    assert "cut-r0: no token came" in ran.evidence("shape")["line"]
 
 
 def test_a_refusal_in_the_middle_keeps_what_was_there(server: ScriptProcess, tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import json
 import pytest
 
 from sm70lab.config import compose, conf_dir, from_plain, plain
+from sm70lab.config_checks import STATE_SCHEMES
 from sm70lab.config_checks_target import OWNERS, TARGETS, foreign_settings
+from sm70lab.engine.schemes import SCHEMES
 from sm70lab.errors import UsageError
 from sm70lab.schema import ModelSpec, TargetConfig
 from sm70lab.tracking import accepted
@@ -53,6 +55,16 @@ SERVER = ("target=openai", f"target.base_url={URL}")
             "target.headers.Authorization=***: must be env:",
         ),
         ([*SERVER, "target.headers={X-Api-Key: sk-1}"], "target.headers.X-Api-Key=***: must be env:NAME"),
+        (
+            [*SERVER, "target.headers={Content-Length: 3}"],
+            "target.headers.Content-Length=…: is written by the client",
+        ),
+        ([*SERVER, "target.headers={X-Team: 'a '}"], "target.headers.X-Team='a ': must be printable ASCII"),
+        ([*SERVER, "route.draft_tokens=2"], "route.draft_tokens=2: the server's route is its own"),
+        ([*SERVER, "route.graph=full"], "route.graph=full: the server's route is its own"),
+        ([*SERVER, "route.state.block_size=32"], "route.state.block_size=32: the server's route is its own"),
+        ([*SERVER, "route=split", "route.state.scheme=foo"], "route.state.scheme=foo: no such scheme; known"),
+        ([*SERVER, "serving=v100_tp2_27b_awq"], "serving=v100_tp2_27b_awq: belongs to target=vllm"),
         ([*SERVER, "target.extra_body={temperature: 2}"], "set sampling.temperature instead"),
         ([*SERVER, "target.extra_body={stream: false}"], "is written by the target itself"),
         ([*SERVER, "target.extra_body={api_key: x}"], "target.extra_body.api_key=***"),
@@ -70,6 +82,10 @@ def test_a_servers_target_has_its_own_model_and_route() -> None:
     assert (config.model.name, config.route.name) == ("served", "as_served")
     config = compose([*SERVER, "model=web", "route=no_mtp"])
     assert (config.model.name, config.route.name) == ("web", "no_mtp")
+
+
+def test_the_checks_know_every_scheme_of_the_state() -> None:
+    assert set(STATE_SCHEMES) == set(SCHEMES)
 
 
 def test_headers_and_fields_of_ones_own_arrive() -> None:

@@ -208,6 +208,55 @@ def test_as_served_leaves_everything_to_the_server(folder: Path) -> None:
     assert made.not_applied == ()
 
 
+PRESET = "serving=v100_tp2_27b_awq"
+ROUTES = sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "route").glob("*.yaml"))
+
+
+def test_a_serving_shape_without_a_route_drafts_nothing(folder: Path) -> None:
+    made = of(folder, PRESET)
+    assert "--speculative-config" not in made.command("h", 1)
+    assert [told.split(" ")[0] for told in made.not_applied] == [
+        "route.compile=true",
+        "route.graph=full_and_piecewise",
+        "route.state.prefix_blocks=64",
+        "target.arguments.speculative_config",
+    ]
+    own = of(folder, PRESET, "target.arguments.speculative_config.num_speculative_tokens=2")
+    assert '"num_speculative_tokens":2' in options(own.command("h", 1))["--speculative-config"][0].replace(
+        " ", ""
+    )
+
+
+@pytest.mark.parametrize("shape", [pytest.param((), marks=pytest.mark.long), (PRESET,)])
+def test_no_two_routes_are_the_same_server(shape: tuple[str, ...], folder: Path) -> None:
+    made = [of(folder, f"route={route}", *shape) for route in ROUTES]
+    assert len(made) > 10
+    assert len({launched.shell("h", 1) for launched in made}) == len(made)
+
+
+def test_a_routes_own_graph_wins_over_the_serving_shape(folder: Path) -> None:
+    found = options(of(folder, "route=whole_round", PRESET).command("h", 1))
+    assert found["--compilation-config"] == ('{"cudagraph_mode": "FULL_DECODE_ONLY"}',)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["route.draft_tokens=2"], r"route\.draft_tokens=2: route=as_served leaves the route to the server"),
+        (["route.full_forward=true"], r"such as route=split route\.full_forward=true"),
+        (["route.state.dtype=float16"], r"route\.state\.dtype=float16: route=as_served"),
+    ],
+)
+def test_as_served_takes_no_settings_of_a_route(overrides: list[str], words: str, folder: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        of(folder, *overrides)
+
+
+def test_speculation_is_left_out_where_the_route_does_not_draft(folder: Path) -> None:
+    made = of(folder, "route=no_mtp", PRESET, "target.arguments.speculative_config=null")
+    assert "--speculative-config" not in made.command("h", 1)
+
+
 def test_what_the_user_adds_and_takes_out(folder: Path) -> None:
     made = of(
         folder,
@@ -247,6 +296,12 @@ def test_what_the_user_adds_and_takes_out(folder: Path) -> None:
         (["route.input_core=true", "route.full_forward=true"], r"contradict each other"),
         (["model.dtype=float64"], r"model\.dtype=float64: vLLM has no such type"),
         (["target.env.VLLM_SM70_FLA_WRAPS=4"], r"did you mean VLLM_SM70_FLA_WARPS"),
+        (
+            ["target.arguments.model=other/model"],
+            r"model=other/model: contradicts model=/.*leave one of them out",
+        ),
+        (["target.arguments.speculative_config=null"], r"contradicts route\.draft_tokens=4, which needs it"),
+        (["route.state.scheme=foo"], r"scheme=foo: no such scheme; known: slots"),
         (["target.arguments.port=8000"], r"set target\.port instead"),
         (["target.arguments.max_num_seqs=8"], r"set target\.max_num_seqs instead"),
         (["target.env.VLLM_API_KEY=x"], r"secrets are recorded"),

@@ -6,19 +6,18 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import yaml
 
+from tests.cli.lab import default_signals
+
 SECONDS = 60
 HTTP = httpx.Client(verify=False, trust_env=False, timeout=20)  # one for all: making one takes its time
-
-
-def default_signals() -> None:
-    """A test runner in the background ignores Ctrl-C, and its children would inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class ScriptProcess:
@@ -58,6 +57,15 @@ class ScriptProcess:
             self.process.send_signal(number)
         _, stderr = self.process.communicate(timeout=SECONDS)
         return self.process.returncode, stderr
+
+
+@contextmanager
+def playing(folder: Path, scripts: dict[str, dict[str, Any]]) -> Iterator[ScriptProcess]:
+    """One process that plays all of ``scripts``, each at an address of its own; it must end well."""
+    process = ScriptProcess(write_scripts(folder, scripts))
+    yield process
+    code, stderr = process.stop()
+    assert (code, stderr) == (0, "")
 
 
 def write_scripts(folder: Path, scripts: dict[str, dict[str, Any]]) -> Path:

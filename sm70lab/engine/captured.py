@@ -114,7 +114,7 @@ class WholeRound:
         if self.device.type != "cuda" or key in self.graphs:
             return
         self._set(asked, torch.zeros_like(self.keys))
-        self.place.table.copy_(torch.tensor(round_state.values(1, 1, 0, 0, max(self.k, 1))))
+        self._stand(start=1, accepted=0, output=0)
         self._round(*key)  # compiles, and makes every buffer
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -131,8 +131,7 @@ class WholeRound:
         """
         rows, position = self.k + 1, self.store.position[sequence.slot]
         self._set(sequence.sampling, torch.from_numpy(sequence.noise.words())[None])
-        table = round_state.values(position, 1, self.store.kind.accepted_when_whole, 1, max(self.k, 1))
-        self.place.table.copy_(torch.tensor(table))
+        self._stand(position, self.store.kind.accepted_when_whole, output=1)
         self.tokens[0] = self.delivered[0] = sequence.output[-1]
         self.hidden.zero_()  # padded rows of the first catch-up: finite, whatever was here
         self.hidden[:1] = sequence.hidden
@@ -154,8 +153,7 @@ class WholeRound:
         store = self.store
         if self.k:
             raise ValueError("a token is fed to rounds without drafts")
-        table = round_state.values(store.position[0], 1, int(store.accepted[0, 0]), 1, 1)
-        self.place.table.copy_(torch.tensor(table))
+        self._stand(store.position[0], int(store.accepted[0, 0]), output=1)
         self.tokens[0] = token
         graph = self.graphs.get(key := self.kind(GREEDY))
         graph.replay() if graph else self._round(*key)
@@ -169,6 +167,10 @@ class WholeRound:
         self.told[place].copy_(self.report, non_blocking=True)
         if self.events:
             self.events[place].record()
+
+    def _stand(self, start: int, accepted: int, output: int) -> None:
+        """Let the next round begin at cache position ``start``, one row behind which the draft head is."""
+        self.place.table.copy_(torch.tensor(round_state.values(start, 1, accepted, output, self.k)))
 
     def kind(self, asked: Sampling) -> tuple[int, bool]:
         """What a graph is captured for: candidates a row, and whether acceptance is a match."""

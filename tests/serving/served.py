@@ -14,13 +14,10 @@ import httpx
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.cli.lab import default_signals
+
 SECONDS = 60
 PAGE = '<!DOCTYPE html>\n<html lang="en">\n<head>\n  <title>Notes</title>\n'
-
-
-def default_signals() -> None:
-    """A test runner in the background ignores Ctrl-C, and its children would inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class ServeProcess:

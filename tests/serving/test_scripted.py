@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from script_process import HTTP, ScriptProcess, write_scripts
+from script_process import HTTP, ScriptProcess, playing, write_scripts
 
 from sm70lab.cli import main
 from sm70lab.config import compose
@@ -75,10 +75,8 @@ SCRIPTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptProcess]:
-    process = ScriptProcess(write_scripts(tmp_path_factory.mktemp("scripts"), SCRIPTS))
-    yield process
-    code, stderr = process.stop()
-    assert (code, stderr) == (0, "")
+    with playing(tmp_path_factory.mktemp("scripts"), SCRIPTS) as process:
+        yield process
 
 
 def body(prompt: str = "Hello", **more: Any) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from sm70lab.config import compose
 from sm70lab.engine import reference
 from sm70lab.schema import Generation, PromptSpec
 from sm70lab.targets.engine import EngineTarget
-from tests.serving.served import PAGE, ServeProcess, default_signals
+from tests.cli.lab import default_signals
+from tests.serving.served import PAGE, ServeProcess
 
 SETTINGS = ("route=split", "target.max_num_seqs=4")
 BUDGET = 24

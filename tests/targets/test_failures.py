@@ -20,7 +20,7 @@ import pytest
 from certificates import self_signed
 from failure_scripts import ANSWER, KEY, PROMPTS, SCRIPTS, SHAPES, SOUND, THINKING
 from remote_runs import ASKED, TOKENS, Ran, run, told
-from script_process import HTTP, ScriptProcess, default_signals, write_scripts
+from script_process import HTTP, ScriptProcess, write_scripts
 
 from sm70lab.errors import UsageError
 from sm70lab.schema import ModelSpec, Prompt, PromptSpec, ReferenceKind, Route, TargetConfig
@@ -28,6 +28,7 @@ from sm70lab.stop_signals import Interrupted
 from sm70lab.targets.openai_answer import Answer
 from sm70lab.targets.openai_client import Client, facts
 from sm70lab.targets.openai_stream import EventStream
+from tests.cli.lab import default_signals
 
 SECONDS = 60
 

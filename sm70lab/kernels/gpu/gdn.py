@@ -26,9 +26,8 @@ import triton.language as tl
 
 from sm70lab.kernels.causal_conv1d import causal_conv1d
 from sm70lab.kernels.gated_delta import gated_delta_recurrent, gated_delta_states, gating, l2_normalise
-from sm70lab.kernels.gpu.capability import has_dependent_launch
 from sm70lab.kernels.gpu.cases import CompileCase
-from sm70lab.kernels.gpu.launch import let_next_kernel_start, wait_for_kernels_before
+from sm70lab.kernels.gpu.launch import launch_options, let_next_kernel_start, wait_for_kernels_before
 
 CONV_WIDTH = 4
 MAX_ROWS = 9
@@ -459,13 +458,12 @@ def recurrence(
 ) -> torch.Tensor:
     """The second kernel alone: the rows that ``_rows`` left in ``room`` → ``room.o`` [B, T, Hv, V]."""
     batch, rows = room.g.shape[:2]
-    pdl = has_dependent_launch(room.g.device)
-    launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     shape = (heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim)
     cut = cut or tile(heads)
     _recurrence[(heads.value_dim // cut.block_v, heads.value_heads, batch)](
         *room[:6], *pools[1:], place.slots, place.ssm_accepted, room.o,
-        rows, pools.k.shape[1], *shape, cut.block_v, settled, pdl, num_warps=cut.num_warps, **launch,
+        rows, pools.k.shape[1], *shape, cut.block_v, settled,
+        num_warps=cut.num_warps, **launch_options(room.g.device),
     )  # fmt: skip
     return room.o
 
@@ -494,19 +492,18 @@ def gdn_round(
         raise ValueError(f"projected {tuple(projected.shape)}: T ≤ {slot_rows} rows of {heads.projected}")
     if len(weights.conv) != CONV_WIDTH or not projected.is_contiguous():
         raise ValueError(f"a convolution of {CONV_WIDTH} taps over contiguous rows")
-    pdl = has_dependent_launch(projected.device)
-    launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    options = launch_options(projected.device)
     shape = (heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim)
     new = room[:6]
     _rows[(heads.key_heads + heads.value_heads, rows, batch)](
         projected, *weights[:3], pools.conv_rows, *place[:2], *new, room.window,
-        rows, slot_rows, *shape, settled, pdl, num_warps=1, **launch,
+        rows, slot_rows, *shape, settled, num_warps=1, **options,
     )  # fmt: skip
     recurrence(pools, place, heads, room, settled, cut)
     _finish[(heads.value_heads, rows, batch)](
         projected, room.o, room.k, *new[3:], room.window, weights.norm,
         pools.conv_rows, *pools[2:], place.slots, out,
-        rows, slot_rows, eps, *shape, settled, pdl, num_warps=1, **launch,
+        rows, slot_rows, eps, *shape, settled, num_warps=1, **options,
     )  # fmt: skip
     return out
 

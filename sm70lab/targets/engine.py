@@ -342,6 +342,12 @@ def _device(name: str) -> torch.device:
             f"target.device={name}: torch {torch.__version__} sees no CUDA device here; use target.device=cpu"
         )
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise UsageError(f"target.device={name}: not a device; use auto, cpu, cuda or cuda:N") from error
+    if device.type != "cuda":
+        return device
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise UsageError(f"target.device={name}: this machine's last is cuda:{torch.cuda.device_count() - 1}")
+    return torch.device("cuda", index)

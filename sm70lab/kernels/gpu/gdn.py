@@ -215,21 +215,21 @@ def _rows(
     window = window_out + i * 3 * CONV
     to = i * rows + row
     if head < KEY_HEADS:
-        at = head * K + tl.arange(0, K)
-        q = _conv(pool, new, window, row, at, conv_weight, CONV, PROJECTED, PDL)
-        k = _conv(pool, new, window, row, KEY_HEADS * K + at, conv_weight, CONV, PROJECTED, PDL)
+        key_at = head * K + tl.arange(0, K)
+        q = _conv(pool, new, window, row, key_at, conv_weight, CONV, PROJECTED, PDL)
+        k = _conv(pool, new, window, row, KEY_HEADS * K + key_at, conv_weight, CONV, PROJECTED, PDL)
         q = _l2_normalised(q) * SCALE
         k = _l2_normalised(k)
-        tl.store(q_out + to * KEY_HEADS * K + at, q)
-        tl.store(k_out + to * KEY_HEADS * K + at, k)
+        tl.store(q_out + to * KEY_HEADS * K + key_at, q)
+        tl.store(k_out + to * KEY_HEADS * K + key_at, k)
         tl.store(qk_out + to * KEY_HEADS + head, tl.sum(q * k, axis=0))
     else:
         head -= KEY_HEADS
-        at = head * V + tl.arange(0, V)
+        value_at = head * V + tl.arange(0, V)
         rate = tl.load(neg_decay_rate + head)
         bias = tl.load(dt_bias + head)
-        v = _conv(pool, new, window, row, 2 * KEY_HEADS * K + at, conv_weight, CONV, PROJECTED, PDL)
-        tl.store(v_out + to * VALUE_HEADS * V + at, v)
+        v = _conv(pool, new, window, row, 2 * KEY_HEADS * K + value_at, conv_weight, CONV, PROJECTED, PDL)
+        tl.store(v_out + to * VALUE_HEADS * V + value_at, v)
         gates = new + row * PROJECTED + CONV + VALUE_HEADS * V + head
         b = tl.load(gates).to(tl.float32)
         a = tl.load(gates + VALUE_HEADS).to(tl.float32)
@@ -508,8 +508,11 @@ def gdn_round(
     return out
 
 
-# This family's models, the embedded one and the tiny one.
-SHAPES = (Heads(16, 32, 128, 128), Heads(16, 48, 128, 128), Heads(4, 4, 64, 64), Heads(2, 4, 8, 8))
+# This family's models, the embedded one and the tiny one, and one whose keys and values differ in size.
+SHAPES = (
+    Heads(16, 32, 128, 128), Heads(16, 48, 128, 128), Heads(4, 4, 64, 64), Heads(2, 4, 8, 8),
+    Heads(1, 2, 4, 16),
+)  # fmt: skip
 
 
 def compile_cases() -> Iterator[CompileCase]:

@@ -29,7 +29,7 @@ from sm70lab.kernels.attention import apply_rotary, causal_attention
 from sm70lab.kernels.gpu.capability import has_tensor_core_dots, shared_memory
 from sm70lab.kernels.gpu.cases import CompileCase
 from sm70lab.kernels.gpu.launch import launch_options, let_next_kernel_start, wait_for_kernels_before
-from sm70lab.kernels.gpu.linear import _eighths
+from sm70lab.kernels.gpu.linear import eighths
 from sm70lab.kernels.norm import rms_norm
 
 HEAD_DIMS = (64, 128, 256)
@@ -314,14 +314,14 @@ def _attend_fma(
         for i in tl.static_range(DEPTH):
             here = (at + i * SPOTS + spot < stop)[:, None]
             there = own + (at + i * SPOTS) * DIM + tile
-            key = key + _eighths(tl.load(keys + there, mask=here, other=0.0), SPOTS, LANES)
-            value = value + _eighths(tl.load(values + there, mask=here, other=0.0), SPOTS, LANES)
+            key = key + eighths(tl.load(keys + there, mask=here, other=0.0), SPOTS, LANES)
+            value = value + eighths(tl.load(values + there, mask=here, other=0.0), SPOTS, LANES)
         new_peaks = ()
         new_totals = ()
         new_acc = ()
         for r in tl.static_range(ROWS):
             mine_at = tl.minimum(row + r, rows - 1)  # beyond the last row: that row again, not stored
-            q = _eighths(tl.load(q_at + mine_at * DIM), 1, LANES)
+            q = eighths(tl.load(q_at + mine_at * DIM), 1, LANES)
             newest = tl.minimum(first + mine_at // group, stop - 1)
             scores = ()
             top = peaks_now[r]

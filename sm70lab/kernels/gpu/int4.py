@@ -2,9 +2,10 @@
 
 A weight is (q − z)·s: q its 4 bits, z and s the zero and the scale of its group of 128 inputs. A
 checkpoint packs eight outputs into a word, [K, N/8]; a product streams inputs, so ``from_awq`` packs
-eight inputs into a word, [N, K/8], once at load: nibble i of a group's word c is its input 16·i + c, so
-that the same nibble of sixteen words is sixteen neighbours. Both kernels multiply a group's q − z,
-which are exact, and apply its scale to the sum. Order and row counts are as in ``linear``.
+eight inputs into a word, [N, K/8], once at load. Of a group's 32 half words, nibble p of half j is its
+input 32·p + j: the same nibble of both halves of a word are two neighbours, as tensor cores take them.
+Both kernels multiply a group's q − z, which are exact, and apply its scale to the sum. Order and row
+counts are as in ``linear``.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ import triton.language as tl
 from sm70lab.kernels.gpu.capability import has_dependent_launch, has_tensor_core_dots
 from sm70lab.kernels.gpu.cases import CompileCase
 from sm70lab.kernels.gpu.launch import let_next_kernel_start, wait_for_kernels_before
-from sm70lab.kernels.gpu.linear import MAX_ROWS, PADDED_ROWS, PLAIN, RESIDUAL, SWIGLU
+from sm70lab.kernels.gpu.linear import MAX_ROWS, PADDED_ROWS, PLAIN, RESIDUAL, SWIGLU, eighths
 
 GROUP = 128
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a checkpoint's word holds output 8c + AWQ_ORDER[i]
 
 
 class Int4Weight(NamedTuple):
-    """A matrix of [N, K], eight inputs a word: nibble i of a group's word c is its input 16·i + c."""
+    """A matrix of [N, K], eight inputs a word: nibble p of a group's half word j is its input 32·p + j."""
 
     words: torch.Tensor  # int32 [N, K/8]
     groups: torch.Tensor  # int32 [K/128, N]: float16 scale in the low half, float16 zero in the high half
@@ -47,15 +48,17 @@ def nibbles(words: torch.Tensor) -> torch.Tensor:
 def packed(q: torch.Tensor) -> torch.Tensor:
     """Values 0..15 [N, K] as words [N, K/8]."""
     shifts = torch.arange(0, 32, 4, device=q.device)
-    words = (q.unflatten(-1, (-1, 8, 16)).transpose(-1, -2).long() << shifts).sum(-1)
+    by_nibble = q.unflatten(-1, (-1, 4, 16, 2)).permute(0, 1, 3, 4, 2).flatten(-2)  # [N, K/128, 16, 8]
+    words = (by_nibble.long() << shifts).sum(-1)
     signed: torch.Tensor = torch.where(words >= 2**31, words - 2**32, words)
     return signed.int().flatten(-2)
 
 
 def unpacked(words: torch.Tensor) -> torch.Tensor:
     """The reverse of ``packed``."""
-    values: torch.Tensor = nibbles(words.unflatten(-1, (-1, 16))).transpose(-1, -2)
-    return values.flatten(-3)
+    by_nibble = nibbles(words.unflatten(-1, (-1, 16))).unflatten(-1, (2, 4))  # [N, K/128, 16, 2, 4]
+    values: torch.Tensor = by_nibble.permute(0, 1, 4, 2, 3)
+    return values.flatten(1)
 
 
 def _outputs_in_order(words: torch.Tensor) -> torch.Tensor:
@@ -111,20 +114,43 @@ def _zero(group):
     return (group >> 16).to(tl.int16).to(tl.float16, bitcast=True)
 
 
-@triton.jit
-def _weights(packed, zero, NUMBER: tl.constexpr):
-    """q − z of one nibble of each word, exact in float16.
+# Two half words at once: (a & b) | c is one lop3, table 0xEA. The upper nibble of a byte is left where
+# it stands, for 1024 + 16·q, and divided.
+_LOW = "lop3.b32 t, {of}, 0x000F000F, 0x64006400, 0xEA; sub.rn.f16x2 $0, t, $2;"
+_HIGH = "lop3.b32 t, {of}, 0x00F000F0, 0x64006400, 0xEA; fma.rn.f16x2 $0, t, $3, $2;"
+_NIBBLES = tl.constexpr(
+    tuple(
+        f"{{ .reg .b32 t; {first}{text.format(of=of)} }}"
+        for first, of in (("", "$1"), ("shr.u32 t, $1, 8; ", "t"))
+        for text in (_LOW, _HIGH)
+    )
+)
 
-    A nibble in the low bits of float16 1024 is 1024 + q, and ``zero`` is 1024 + z.
+
+@triton.jit
+def _weights(halves, zero, NUMBER: tl.constexpr, PAIRED: tl.constexpr):
+    """q − z of nibble NUMBER of half words [BLOCK_N, 32], exact in float16; zero [BLOCK_N] float16.
+
+    A nibble in the low bits of float16 1024 is 1024 + q. PAIRED: in assembly, which the interpreter lacks.
     """
-    bits = ((packed >> (4 * NUMBER)) & 15) | 0x6400
-    return bits.to(tl.int16).to(tl.float16, bitcast=True) - zero[:, None]
+    if not PAIRED:
+        bits = ((halves >> (4 * NUMBER)) & 15) | 0x6400
+        return bits.to(tl.float16, bitcast=True) - (zero + 1024.0)[:, None]
+    text: tl.constexpr = _NIBBLES[NUMBER]
+    if NUMBER % 2 == 0:
+        minus = tl.broadcast_to((zero + 1024.0)[:, None], halves.shape)
+        return tl.inline_asm_elementwise(text, "=r,r,r", [halves, minus], tl.float16, is_pure=True, pack=2)
+    plus = tl.broadcast_to((-64.0 - zero)[:, None], halves.shape)
+    sixteenth = tl.full(halves.shape, 0.0625, tl.float16)
+    return tl.inline_asm_elementwise(
+        text, "=r,r,r,r", [halves, plus, sixteenth], tl.float16, is_pure=True, pack=2
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])  # one compiled kernel for every T
 def _int4_dot(
     x,
-    words,
+    halves,
     pairs,
     out,
     residual,
@@ -136,40 +162,49 @@ def _int4_dot(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     EPILOGUE: tl.constexpr,
+    PAIRED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     part = tl.program_id(1)
     row = tl.arange(0, ROWS)
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     live = col < n
-    step = tl.arange(0, 16)
+    step = tl.arange(0, 32)
     groups = k // 128 // SPLIT
-    word = words + col.to(tl.int64)[:, None] * (k // 8) + (part * groups * 16 + step)[None, :]
-    up_word = word + n.to(tl.int64) * (k // 8)  # up follows gate
+    length = k // 128 * 32  # half words of an output
+    half = halves + col.to(tl.int64)[:, None] * length + (part * groups * 32 + step)[None, :]
+    up_half = half + n.to(tl.int64) * length  # up follows gate
     group_at = pairs + part * groups * stacked + col
     inputs = x + row[:, None] * k + (part * groups * 128 + step)[None, :]
     given = (row < rows)[:, None]
     wait_for_kernels_before(PDL)
     acc = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
     acc_up = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
+    # The scales are read a group early: they are the only loads that the pipeline does not hold.
+    scale = tl.load(group_at, mask=live, other=0)
+    if EPILOGUE == 2:
+        scale_up = tl.load(group_at + n, mask=live, other=0)
     for i in range(groups):
-        packed = _words(word + i * 16, live[:, None])
+        following = group_at + tl.minimum(i + 1, groups - 1) * stacked
+        next_scale = tl.load(following, mask=live, other=0)
+        packed = tl.load(half + i * 32, mask=live[:, None], other=0, eviction_policy="evict_first")
         pair = tl.load(group_at + i * stacked, mask=live, other=0)
-        zero = _zero(pair) + 1024.0
         total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
         if EPILOGUE == 2:
-            packed_up = _words(up_word + i * 16, live[:, None])
+            packed_up = tl.load(up_half + i * 32, mask=live[:, None], other=0, eviction_policy="evict_first")
             pair_up = tl.load(group_at + i * stacked + n, mask=live, other=0)
-            zero_up = _zero(pair_up) + 1024.0
+            next_scale_up = tl.load(following + n, mask=live, other=0)
             total_up = total
-        for j in tl.static_range(8):
-            tile = tl.load(inputs + i * 128 + j * 16, mask=given, other=0.0)
-            total = tl.dot(tile, tl.trans(_weights(packed, zero, j)), total)
+        for p in tl.static_range(4):
+            tile = tl.load(inputs + i * 128 + p * 32, mask=given, other=0.0)
+            total = tl.dot(tile, tl.trans(_weights(packed, _zero(pair), p, PAIRED)), total)
             if EPILOGUE == 2:
-                total_up = tl.dot(tile, tl.trans(_weights(packed_up, zero_up, j)), total_up)
-        acc = tl.fma(total, tl.zeros_like(acc) + _scale(pair)[None, :], acc)
+                total_up = tl.dot(tile, tl.trans(_weights(packed_up, _zero(pair_up), p, PAIRED)), total_up)
+        acc = tl.fma(total, tl.zeros_like(acc) + _scale(scale)[None, :], acc)
+        scale = next_scale
         if EPILOGUE == 2:
-            acc_up = tl.fma(total_up, tl.zeros_like(acc) + _scale(pair_up)[None, :], acc_up)
+            acc_up = tl.fma(total_up, tl.zeros_like(acc) + _scale(scale_up)[None, :], acc_up)
+            scale_up = next_scale_up
     let_next_kernel_start(PDL)
     if EPILOGUE == 2:
         acc = acc / (1.0 + tl.exp(-acc)) * acc_up
@@ -194,12 +229,12 @@ def _four(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _products(x, words, zero, total, number):
-    """total + Σ_j x_j·(q_j − z) over the ``number``-th nibbles of four words, in order.
+    """total + Σ_j x_j·(q_j − z) over the ``number``-th nibbles of the eight halves of four words, in order.
 
     A nibble in the low bits of float32 2²³ is 2²³ + q, and ``zero`` is 2²³ + z.
     """
-    for j in tl.static_range(4):
-        bits = ((words[j] >> (4 * number)) & 15) | 0x4B000000
+    for j in tl.static_range(8):
+        bits = ((words[j // 2] >> (4 * number + 16 * (j % 2))) & 15) | 0x4B000000
         total = tl.fma(x[j], bits.to(tl.float32, bitcast=True) - zero, total)
     return total
 
@@ -257,16 +292,18 @@ def _int4_fma(
         for _ in tl.static_range(ROWS):
             totals = totals + (tl.zeros((BLOCK_N, LANES), dtype=tl.float32),)
         totals_up = totals
-        inputs = x + ((word // 16) * 128 + word % 16)[None, :]
-        for i in range(8):  # a loop in the kernel too: unrolled, nine rows take all registers
+        half = begin * 8 + tl.arange(0, 8 * LANES)
+        given = (half < span * 8)[None, :]
+        half += part * span * 8
+        inputs = x + (half // 32 * 128 + half % 32)[None, :]
+        for i in range(4):  # a loop in the kernel too: unrolled, nine rows take all registers
             sums = ()
             sums_up = ()
             for t in tl.static_range(ROWS):
-                tile = tl.load(inputs + t * k + i * 16, mask=left, other=0.0).to(tl.float32)
-                four = _four(tile, 1, LANES)
-                sums = sums + (_products(four, w, zero, totals[t], i),)
+                tile = eighths(tl.load(inputs + t * k + i * 32, mask=given, other=0.0), 1, LANES)
+                sums = sums + (_products(tile, w, zero, totals[t], i),)
                 if EPILOGUE == 2:
-                    sums_up = sums_up + (_products(four, up, zero_up, totals_up[t], i),)
+                    sums_up = sums_up + (_products(tile, up, zero_up, totals_up[t], i),)
                 else:
                     sums_up = sums_up + (totals_up[t],)
             totals = sums
@@ -345,14 +382,15 @@ def launch(
         )
     options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     options |= {"launch_pdl": True} if pdl else {}
-    tensors = (x, *weight, out, out if residual is None else residual)
+    words, groups = weight
+    rest = (groups, out, out if residual is None else residual)
     grid = (triton.cdiv(n, tile.block_n), tile.split)
     if tile.dot:
-        sizes = (PADDED_ROWS, tile.block_n, tile.split, epilogue, pdl)
-        _int4_dot[grid](*tensors, rows, n, stacked, k, *sizes, **options)
+        sizes = (PADDED_ROWS, tile.block_n, tile.split, epilogue, x.device.type == "cuda", pdl)
+        _int4_dot[grid](x, words.view(torch.int16), *rest, rows, n, stacked, k, *sizes, **options)
     else:
         sizes = (rows, tile.block_n, tile.lanes, tile.split, epilogue, pdl)
-        _int4_fma[grid](*tensors, n, stacked, k, *sizes, **options)
+        _int4_fma[grid](x, words, *rest, n, stacked, k, *sizes, **options)
 
 
 def linear(

@@ -62,6 +62,24 @@ def swiglu_reference(x: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------- tensor cores
 
 
+# Four codes c as float16: c + 128 in the low byte of float16 1024 is 1152 + c. A conversion of the
+# hardware's takes longer than reading the code.
+_HALVES = tl.constexpr(
+    "{ .reg .b32 t, low, high; xor.b32 t, $2, 0x80808080;"
+    " prmt.b32 low, t, 0x64646464, 0x4140; prmt.b32 high, t, 0x64646464, 0x4342;"
+    " sub.rn.f16x2 $0, low, $3; sub.rn.f16x2 $1, high, $3; }"
+)
+
+
+@triton.jit
+def _as_float16(w, PAIRED: tl.constexpr):
+    """int8 codes as float16, exact. PAIRED: in assembly, which the interpreter lacks."""
+    if not PAIRED:
+        return w.to(tl.float16)
+    bias = tl.full(w.shape, 1152.0, tl.float16)
+    return tl.inline_asm_elementwise(_HALVES, "=r,=r,r,r,r", [w, bias], tl.float16, is_pure=True, pack=4)
+
+
 @triton.jit(do_not_specialize=["rows"])  # one compiled kernel for every T
 def _linear_dot(
     x,
@@ -78,6 +96,7 @@ def _linear_dot(
     EVEN_K: tl.constexpr,
     EPILOGUE: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
+    PAIRED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     part = tl.program_id(1)
@@ -100,7 +119,9 @@ def _linear_dot(
         x_mask = (row < rows)[:, None] if EVEN_K else (row < rows)[:, None] & left
         w_mask = (col < n)[:, None] if EVEN_K else (col < n)[:, None] & left
         tile = tl.load(inputs + begin, mask=x_mask, other=0.0)
-        w = tl.load(weights + begin, mask=w_mask, other=0, eviction_policy="evict_first").to(tile.dtype)
+        w = tl.load(weights + begin, mask=w_mask, other=0, eviction_policy="evict_first")
+        if weight.dtype.element_ty == tl.int8:
+            w = _as_float16(w, PAIRED)
         acc = tl.dot(w, tl.trans(tile), acc) if WEIGHTS_FIRST else tl.dot(tile, tl.trans(w), acc)
         if EPILOGUE == 2:
             up = tl.load(ups + begin, mask=w_mask, other=0.0, eviction_policy="evict_first")
@@ -127,7 +148,7 @@ def _linear_dot(
 
 
 @triton.jit
-def _eighths(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def eighths(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """x [ROWS, 8·COLUMNS] as float32: its columns 0, 8, 16, …, its columns 1, 9, …, and so on.
 
     Eight neighbours are one 16-byte load of one thread, so nothing moves between threads.
@@ -189,13 +210,13 @@ def _linear_fma(
     acc_up = acc
     for begin in range(0, span, BLOCK_K):
         left = (begin + step < span)[None, :]
-        w = _eighths(_part(weights + begin, left, EVEN_K), BLOCK_N, LANES)
+        w = eighths(_part(weights + begin, left, EVEN_K), BLOCK_N, LANES)
         if EPILOGUE == 2:
-            up = _eighths(_part(ups + begin, left, EVEN_K), BLOCK_N, LANES)
+            up = eighths(_part(ups + begin, left, EVEN_K), BLOCK_N, LANES)
         sums = ()
         sums_up = ()
         for t in tl.static_range(ROWS):
-            tile = _eighths(_part(inputs + t * k + begin, left, EVEN_K), 1, LANES)
+            tile = eighths(_part(inputs + t * k + begin, left, EVEN_K), 1, LANES)
             sums = sums + (_multiply_add(tile, w, acc[t]),)
             if EPILOGUE == 2:
                 sums_up = sums_up + (_multiply_add(tile, up, acc_up[t]),)
@@ -243,6 +264,7 @@ DOT_HEAD = Tile(True, 64, 128, 4, 3, weights_first=True)  # the vocabulary
 DOT_WIDE = Tile(True, 64, 128, 4, 4, weights_first=True)  # input projections
 DOT_NARROW = Tile(True, 64, 256, 4, 3, split=2, weights_first=True)  # hidden × hidden
 DOT_DEEP = Tile(True, 64, 128, 4, 6, split=2, weights_first=True)  # hidden × inner
+DOT_INT8 = Tile(True, 64, 128, 4, 4)
 DOT_SMALL = Tile(True, 16, 64, 2, 4)
 FMA_ONE = Tile(False, 1, 2048, 8)  # one row, no promise to match more rows
 FMA_ROWS = Tile(False, 4, 512, 2)  # any number of rows: the order in a row is the tile's
@@ -257,6 +279,7 @@ def choose(
     exact: bool,
     swiglu: bool = False,
     parts: bool = False,
+    int8: bool = False,
 ) -> Tile:
     """The tile for y[rows, n] = x[rows, k]·Wᵀ (W has 2n rows for SwiGLU). Its one table.
 
@@ -266,12 +289,14 @@ def choose(
     ``parts``: the reader adds the parts of K, so there may be several.
     """
     dots = has_tensor_core_dots(like.device) and like.dtype == torch.float16
-    if not dots or (rows == 1 and not exact):
+    if not dots or (rows == 1 and not exact and not int8):
         if rows == 1 and not exact:
             return FMA_ONE
         return FMA_SWIGLU if swiglu else FMA_ROWS
     if n * k < SMALL or k % 128:
         tile = DOT_SMALL
+    elif int8:
+        tile = DOT_INT8
     elif swiglu:
         tile = DOT_SWIGLU
     elif n > 65_536:
@@ -319,7 +344,7 @@ def launch(
     tensors = (x, weight, out, out if residual is None else residual)
     sizes = (tile.block_n, tile.block_k, tile.split, even, epilogue)
     if tile.dot:
-        order = (tile.weights_first, pdl)
+        order = (tile.weights_first, x.device.type == "cuda", pdl)
         _linear_dot[grid](*tensors, rows, n, k, PADDED_ROWS, *sizes, *order, **options)
     else:
         _linear_fma[grid](*tensors, n, k, rows, *sizes, pdl, **options)
@@ -348,7 +373,7 @@ def int8_linear(
 ) -> torch.Tensor:
     """(x·codesᵀ)·scale into ``out`` [T, N]: codes int8 [N, K], scale float32 [N]."""
     n, k = codes.shape
-    tile = choose(n, k, len(x), x, exact)
+    tile = choose(n, k, len(x), x, exact, int8=True)
     launch(x, codes, out, scale, SCALED, tile, has_dependent_launch(x.device))
     return out
 

@@ -99,8 +99,9 @@ def test_a_product_is_the_reference(rows: int, tile: Tile) -> None:
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_epilogues_and_a_row_alone(epilogue: int, tile: Tile) -> None:
     case = Case(8 if INTERPRETED else 1024, 128 if INTERPRETED else 2048, epilogue)
-    whole = case.run(tile, 9)
-    assert_close(whole, case.reference(9), 2e-5)
+    most = 8 if INTERPRETED else 9  # a ninth row pads the rest wider, and NumPy sums in another order then
+    whole = case.run(tile, most)
+    assert_close(whole, case.reference(most), 2e-5)
     for rows in (1, 4) if INTERPRETED else range(1, 9):
         assert torch.equal(case.run(tile, rows), whole[:rows])
 

@@ -10,6 +10,7 @@ counts are as in ``linear``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from sm70lab.kernels.gpu.launch import let_next_kernel_start, wait_for_kernels_b
 from sm70lab.kernels.gpu.linear import MAX_ROWS, PADDED_ROWS, PLAIN, RESIDUAL, SWIGLU, eighths
 
 GROUP = 128
+FEW_ROWS = 8  # the least columns of a tensor-core product
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a checkpoint's word holds output 8c + AWQ_ORDER[i]
 
 
@@ -129,25 +131,25 @@ _NIBBLES = tl.constexpr(
 
 @triton.jit
 def _weights(halves, zero, NUMBER: tl.constexpr, PAIRED: tl.constexpr):
-    """q − z of nibble NUMBER of half words [BLOCK_N, 32], exact in float16; zero [BLOCK_N] float16.
+    """q − z of nibble NUMBER of half words [..., 32], exact in float16; zero [..., 1] float16.
 
     A nibble in the low bits of float16 1024 is 1024 + q. PAIRED: in assembly, which the interpreter lacks.
     """
     if not PAIRED:
         bits = ((halves >> (4 * NUMBER)) & 15) | 0x6400
-        return bits.to(tl.float16, bitcast=True) - (zero + 1024.0)[:, None]
+        return bits.to(tl.float16, bitcast=True) - (zero + 1024.0)
     text: tl.constexpr = _NIBBLES[NUMBER]
     if NUMBER % 2 == 0:
-        minus = tl.broadcast_to((zero + 1024.0)[:, None], halves.shape)
+        minus = tl.broadcast_to(zero + 1024.0, halves.shape)
         return tl.inline_asm_elementwise(text, "=r,r,r", [halves, minus], tl.float16, is_pure=True, pack=2)
-    plus = tl.broadcast_to((-64.0 - zero)[:, None], halves.shape)
+    plus = tl.broadcast_to(-64.0 - zero, halves.shape)
     sixteenth = tl.full(halves.shape, 0.0625, tl.float16)
     return tl.inline_asm_elementwise(
         text, "=r,r,r,r", [halves, plus, sixteenth], tl.float16, is_pure=True, pack=2
     )
 
 
-@triton.jit(do_not_specialize=["rows"])  # one compiled kernel for every T
+@triton.jit(do_not_specialize=["rows"])  # one compiled kernel for every T that is padded alike
 def _int4_dot(
     x,
     halves,
@@ -160,59 +162,65 @@ def _int4_dot(
     k,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SLICES: tl.constexpr,
     SPLIT: tl.constexpr,
     EPILOGUE: tl.constexpr,
     PAIRED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """W·xᵀ: each of SLICES warps takes one of as many groups at a time, [SLICES, BLOCK_N, ROWS] sums."""
     part = tl.program_id(1)
     row = tl.arange(0, ROWS)
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    live = col < n
-    step = tl.arange(0, 32)
+    live = (col < n)[None, :]
+    step = tl.arange(0, 32)[None, None, :]
     groups = k // 128 // SPLIT
     length = k // 128 * 32  # half words of an output
-    half = halves + col.to(tl.int64)[:, None] * length + (part * groups * 32 + step)[None, :]
+    first = part * groups + tl.arange(0, SLICES)
+    half = halves + col.to(tl.int64)[None, :, None] * length + (first * 32)[:, None, None] + step
     up_half = half + n.to(tl.int64) * length  # up follows gate
-    group_at = pairs + part * groups * stacked + col
-    inputs = x + row[:, None] * k + (part * groups * 128 + step)[None, :]
-    given = (row < rows)[:, None]
+    group_at = pairs + first[:, None] * stacked + col[None, :]
+    inputs = x + row[None, :, None] * k + (first * 128)[:, None, None] + step
+    given = (row < rows)[None, :, None]
     wait_for_kernels_before(PDL)
-    acc = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
-    acc_up = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
-    # The scales are read a group early: they are the only loads that the pipeline does not hold.
+    acc = tl.zeros((SLICES, BLOCK_N, ROWS), dtype=tl.float32)
+    acc_up = acc
+    # The scales are read a turn early: they are the only loads that the pipeline does not hold.
     scale = tl.load(group_at, mask=live, other=0)
     if EPILOGUE == 2:
         scale_up = tl.load(group_at + n, mask=live, other=0)
-    for i in range(groups):
-        following = group_at + tl.minimum(i + 1, groups - 1) * stacked
+    for i in range(0, groups, SLICES):
+        following = group_at + tl.minimum(i + SLICES, groups - SLICES) * stacked
         next_scale = tl.load(following, mask=live, other=0)
-        packed = tl.load(half + i * 32, mask=live[:, None], other=0, eviction_policy="evict_first")
-        pair = tl.load(group_at + i * stacked, mask=live, other=0)
-        total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
+        packed = tl.load(half + i * 32, mask=live[:, :, None], other=0, eviction_policy="evict_first")
+        zero = _zero(tl.load(group_at + i * stacked, mask=live, other=0))[:, :, None]
+        total = tl.zeros((SLICES, BLOCK_N, ROWS), dtype=tl.float32)
         if EPILOGUE == 2:
-            packed_up = tl.load(up_half + i * 32, mask=live[:, None], other=0, eviction_policy="evict_first")
-            pair_up = tl.load(group_at + i * stacked + n, mask=live, other=0)
+            packed_up = tl.load(
+                up_half + i * 32, mask=live[:, :, None], other=0, eviction_policy="evict_first"
+            )
+            zero_up = _zero(tl.load(group_at + i * stacked + n, mask=live, other=0))[:, :, None]
             next_scale_up = tl.load(following + n, mask=live, other=0)
             total_up = total
         for p in tl.static_range(4):
-            tile = tl.load(inputs + i * 128 + p * 32, mask=given, other=0.0)
-            total = tl.dot(tile, tl.trans(_weights(packed, _zero(pair), p, PAIRED)), total)
+            tile = tl.trans(tl.load(inputs + i * 128 + p * 32, mask=given, other=0.0), 0, 2, 1)
+            total = tl.dot(_weights(packed, zero, p, PAIRED), tile, total)
             if EPILOGUE == 2:
-                total_up = tl.dot(tile, tl.trans(_weights(packed_up, _zero(pair_up), p, PAIRED)), total_up)
-        acc = tl.fma(total, tl.zeros_like(acc) + _scale(scale)[None, :], acc)
+                total_up = tl.dot(_weights(packed_up, zero_up, p, PAIRED), tile, total_up)
+        acc = tl.fma(total, tl.zeros_like(acc) + _scale(scale)[:, :, None], acc)
         scale = next_scale
         if EPILOGUE == 2:
-            acc_up = tl.fma(total_up, tl.zeros_like(acc) + _scale(scale_up)[None, :], acc_up)
+            acc_up = tl.fma(total_up, tl.zeros_like(acc) + _scale(scale_up)[:, :, None], acc_up)
             scale_up = next_scale_up
     let_next_kernel_start(PDL)
+    y = tl.sum(acc, axis=0)
     if EPILOGUE == 2:
-        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
-    at = (part * rows + row)[:, None] * n + col[None, :]
-    mask = (row < rows)[:, None] & live[None, :]
+        y = y / (1.0 + tl.exp(-y)) * tl.sum(acc_up, axis=0)
+    at = (part * rows + row)[None, :] * n + col[:, None]
+    mask = (row < rows)[None, :] & (col < n)[:, None]
     if EPILOGUE == 1:
-        acc += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+        y += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
 # ---------------------------------------------------------------- plain multiply and add
@@ -333,7 +341,10 @@ def _int4_fma(
 
 @dataclass(frozen=True)
 class Tile:
-    """How a product is cut: ``dot`` chooses the kernel; ``lanes`` are of the other one."""
+    """How a product is cut: ``dot`` chooses the kernel; ``lanes`` are of the other one.
+
+    Of ``dot``, ``num_warps`` is the most slices of K side by side: fewer where they don't divide it.
+    """
 
     dot: bool
     block_n: int
@@ -342,9 +353,13 @@ class Tile:
     lanes: int = 0
     split: int = 1
 
+    def slices(self, k: int) -> int:
+        """Groups that a program of ``dot`` takes at a time: a power of two that divides its part of K."""
+        return math.gcd(self.num_warps, k // GROUP // self.split)
 
-DOT = Tile(True, 32, 2, 4)
-DOT_NARROW = Tile(True, 32, 2, 4, split=4)
+
+DOT = Tile(True, 32, 4, 3)
+DOT_NARROW = Tile(True, 32, 4, 3, split=4)
 FMA = Tile(False, 4, 2, lanes=64)
 FMA_SWIGLU = Tile(False, 2, 2, lanes=64)
 
@@ -386,7 +401,10 @@ def launch(
     rest = (groups, out, out if residual is None else residual)
     grid = (triton.cdiv(n, tile.block_n), tile.split)
     if tile.dot:
-        sizes = (PADDED_ROWS, tile.block_n, tile.split, epilogue, x.device.type == "cuda", pdl)
+        padded = FEW_ROWS if rows <= FEW_ROWS else PADDED_ROWS
+        slices = options["num_warps"] = tile.slices(k)
+        paired = x.device.type == "cuda"
+        sizes = (padded, tile.block_n, slices, tile.split, epilogue, paired, pdl)
         _int4_dot[grid](x, words.view(torch.int16), *rest, rows, n, stacked, k, *sizes, **options)
     else:
         sizes = (rows, tile.block_n, tile.lanes, tile.split, epilogue, pdl)

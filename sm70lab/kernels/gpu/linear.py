@@ -264,7 +264,7 @@ DOT_HEAD = Tile(True, 64, 128, 4, 3, weights_first=True)  # the vocabulary
 DOT_WIDE = Tile(True, 64, 128, 4, 4, weights_first=True)  # input projections
 DOT_NARROW = Tile(True, 64, 256, 4, 3, split=2, weights_first=True)  # hidden × hidden
 DOT_DEEP = Tile(True, 64, 128, 4, 6, split=2, weights_first=True)  # hidden × inner
-DOT_INT8 = Tile(True, 64, 128, 4, 4)
+DOT_INT8 = Tile(True, 64, 256, 4, 4)
 DOT_SMALL = Tile(True, 16, 64, 2, 4)
 FMA_ONE = Tile(False, 1, 2048, 8)  # one row, no promise to match more rows
 FMA_ROWS = Tile(False, 4, 512, 2)  # any number of rows: the order in a row is the tile's

@@ -1,11 +1,12 @@
 """The round of a whole model on one GPU: tokens a second, and what stands between them and the bandwidth.
 
-    python -m benchmarks.decode_gpu [--shape 9b] [--weights fp16 int4] [--context 1500] [--out FILE.json]
+    python -m benchmarks.decode_gpu [--shapes 9b] [--weights fp16 int4] [--context 1500] [--out FILE.json]
 
 Weights are random, made on the device. **Acceptance is forced** to ``--acceptance-length`` tokens a round
 (or ``--acceptance`` rates per position): random weights would accept nothing. The accepting itself runs
 all the same, and its result is then replaced. The floor of a line is the time to read each byte that its
-round must read, once, at the rate of the one-row product measured in the same run.
+round must read, once, at the rate of a ceiling measured in the same run: the one-row product of a 2 GB
+matrix, which only reads, or the device copy, which writes as much.
 """
 
 from __future__ import annotations
@@ -167,6 +168,7 @@ def schedule(drafts: int, length: float, rates: Sequence[float] | None, rounds: 
 class Line:
     """One route of the table."""
 
+    shape: str
     route: str
     weights: str
     numerics: str
@@ -174,16 +176,23 @@ class Line:
     round_ms: float
     acceptance_length: float
     round_bytes: int
-    floor_ms: float
+    floor_ms: float  # at the one-row product's rate
+    copy_floor_ms: float  # at the device copy's
     host_ms: float  # of the thread that launches a round and reads what it tells, without waiting
     kernel_ms: float  # in which at least one kernel ran
     kernels: int
     memory_gib: float
     operations: list[dict[str, Any]] = field(default_factory=list)
+    logits_deviation: float | None = None  # ‖Δ‖ / ‖logits‖ of the first row, fast against exact
 
     @property
     def share(self) -> float:
         return self.floor_ms / self.round_ms
+
+    @property
+    def between(self) -> float:
+        """Share of a round in which no kernel ran."""
+        return max(0.0, 1 - self.kernel_ms / self.round_ms)
 
 
 def matrices(model: HybridModel, layers: Iterator[DecoderLayer] | Sequence[DecoderLayer]) -> int:
@@ -210,9 +219,16 @@ def round_bytes(model: HybridModel, whole: WholeRound, context: int) -> int:
 
 
 def measure(
-    model: HybridModel, route: Route, context: int, counts: Sequence[int], rate: float, weights: str
-) -> Line:
-    """Run one route's captured rounds and time them. ``rate``: bytes a second of the floor."""
+    model: HybridModel,
+    route: Route,
+    context: int,
+    counts: Sequence[int],
+    ceilings: dict[str, float],
+    shape: str,
+    weights: str,
+) -> tuple[Line, torch.Tensor]:
+    """Run one route's captured rounds and time them; also the logits of the first row, float32 [V]."""
+    torch.manual_seed(1)  # the same keys, values and hidden state for every route
     arch, rows = model.arch, route.draft_tokens + 1
     capacity = context + (ROUNDS + WARM + 8) * rows * 2
     with torch.inference_mode():
@@ -232,6 +248,9 @@ def measure(
         sequence = Running(Request([1], OFFICIAL, KeyedNoise(0, 0, 0)), 0, KeyedNoise(0, 0, 0), [1])
         sequence.deliver([1])
         sequence.hidden = torch.randn(1, arch.hidden_size, dtype=model.dtype, device=DEVICE)
+        told = whole.rounds(sequence, ahead=False)
+        next(told)
+        first = whole.logits[0].clone()
         told = whole.rounds(sequence)
         for _ in range(WARM):
             next(told)
@@ -243,11 +262,13 @@ def measure(
         host = statistics.median(host_seconds(whole, graph) for _ in range(20))
         busy, operations = profile(graph, launches(whole, next(iter(whole.graphs))))
     size = round_bytes(model, whole, context)
-    return Line(
-        name_of(route), weights, route.numerics.value, tokens / seconds, seconds / ROUNDS * 1e3,
-        tokens / ROUNDS, size, size / rate * 1e3, host * 1e3, busy * 1e3, sum(o["calls"] for o in operations),
+    floor, copy = (size / ceilings[name] / 1e9 for name in ("one-row product", "device copy"))
+    line = Line(
+        shape, name_of(route), weights, route.numerics.value, tokens / seconds, seconds / ROUNDS * 1e3,
+        tokens / ROUNDS, size, floor, copy, host * 1e3, busy * 1e3, sum(o["calls"] for o in operations),
         torch.cuda.max_memory_allocated() / 2**30, operations,
     )  # fmt: skip
+    return line, first
 
 
 def name_of(route: Route) -> str:
@@ -364,41 +385,59 @@ def routes(drafts: int) -> Iterator[Route]:
         )
 
 
+def lines_of(shape: str, options: argparse.Namespace, ceilings: dict[str, float]) -> Iterator[Line]:
+    """Every route of one shape, with each kind of weights."""
+    arch = architecture(shape)
+    model = HybridModel(arch, DeviceWeights(arch), torch.float16).to(DEVICE)
+    if arch.tie_word_embeddings:
+        model.head = model.embedding
+    for weights in options.weights:
+        if weights == "int4":
+            to_int4(model)
+            torch.cuda.empty_cache()
+        exact: dict[int, torch.Tensor] = {}
+        for route in routes(options.drafts):
+            counts = schedule(route.draft_tokens, options.acceptance_length, options.acceptance)
+            torch.cuda.reset_peak_memory_stats()
+            line, logits = measure(model, route, options.context, counts, ceilings, shape, weights)
+            if route.numerics is Numerics.exact:
+                exact.setdefault(route.draft_tokens, logits)
+            else:
+                other = exact[route.draft_tokens]
+                line.logits_deviation = float((logits - other).norm() / other.norm())
+            yield line
+            torch.cuda.empty_cache()
+
+
 def show(console: Console, lines: list[Line]) -> None:
-    table = Table("route", "weights", "numerics", "tok/s", "ms a round", "tokens a round", "GB a round",
-                  "share of floor", "host ms", "between kernels", "kernels", "GiB")  # fmt: skip
+    table = Table("shape", "weights", "route", "numerics", "tok/s", "ms a round", "tokens", "GB a round",
+                  "of the floor", "of the copy's", "between kernels", "host ms", "kernels", "GiB",
+                  "fast − exact")  # fmt: skip
     for line in lines:
+        deviation = line.logits_deviation
         table.add_row(
-            line.route, line.weights, line.numerics, f"{line.tokens_per_second:.1f}", f"{line.round_ms:.3f}",
-            f"{line.acceptance_length:.2f}", f"{line.round_bytes / 1e9:.2f}", f"{line.share:.2f}",
-            f"{line.host_ms:.3f}", f"{max(0.0, 1 - line.kernel_ms / line.round_ms):.1%}", str(line.kernels),
-            f"{line.memory_gib:.1f}",
+            line.shape, line.weights, line.route, line.numerics, f"{line.tokens_per_second:.1f}",
+            f"{line.round_ms:.3f}", f"{line.acceptance_length:.2f}", f"{line.round_bytes / 1e9:.2f}",
+            f"{line.share:.2f}", f"{line.copy_floor_ms / line.round_ms:.2f}", f"{line.between:.1%}",
+            f"{line.host_ms:.3f}", str(line.kernels), f"{line.memory_gib:.1f}",
+            "" if deviation is None else f"{deviation:.1e}",
         )  # fmt: skip
     console.print(table)
     for line in lines:
-        inner = Table(
-            "operation",
-            "calls",
-            "µs a round",
-            "share",
-            "GB/s of weights",
-            title=f"{line.route}, {line.weights}, {line.numerics}",
-        )
+        title = f"{line.shape}, {line.weights}, {line.route}, {line.numerics}"
+        inner = Table("operation", "calls", "µs a round", "share", "GB/s of weights", title=title)
         for o in line.operations[:16]:
             part, rate = o["microseconds"] / 1e3 / line.round_ms, o["weight_bytes"] / o["microseconds"] / 1e3
             inner.add_row(
-                o["operation"],
-                str(o["calls"]),
-                f"{o['microseconds']:.1f}",
-                f"{part:.1%}",
+                o["operation"], str(o["calls"]), f"{o['microseconds']:.1f}", f"{part:.1%}",
                 f"{rate:.0f}" if rate else "",
-            )
+            )  # fmt: skip
         console.print(inner)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shape", choices=SIZES, default="9b")
+    parser.add_argument("--shapes", nargs="+", choices=SIZES, default=["9b"])
     parser.add_argument("--weights", nargs="+", choices=("fp16", "int4"), default=["fp16"])
     parser.add_argument("--context", type=int, default=1500)
     parser.add_argument("--drafts", type=int, default=4)
@@ -416,31 +455,24 @@ def main() -> None:
         + ", ".join(f"{k} {v:.2f} TB/s" for k, v in measured.items())
     )
     console.print(f"forced acceptance: {options.acceptance or options.acceptance_length}; random weights")
-    rate = measured["one-row product"] * 1e12
     lines: list[Line] = []
-    with torch.inference_mode():
-        arch = architecture(options.shape)
-        model = HybridModel(arch, DeviceWeights(arch), torch.float16).to(DEVICE)
-        if arch.tie_word_embeddings:
-            model.head = model.embedding
-    for weights in options.weights:
-        if weights == "int4":
-            to_int4(model)
-            torch.cuda.empty_cache()
-        for route in routes(options.drafts):
-            counts = schedule(route.draft_tokens, options.acceptance_length, options.acceptance)
-            torch.cuda.reset_peak_memory_stats()
-            lines.append(measure(model, route, options.context, counts, rate, weights))
-            torch.cuda.empty_cache()
+    for shape in options.shapes:
+        with torch.inference_mode():
+            lines += lines_of(shape, options, measured)
+        torch.cuda.empty_cache()
+        if options.out:
+            options.out.write_text(json.dumps(record(options, measured, lines), indent=1) + "\n", "utf-8")
     show(console, lines)
-    if options.out:
-        record = {
-            "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-            "shape": options.shape, "context": options.context, "ceilings_tb_s": measured,
-            "forced_acceptance": options.acceptance or options.acceptance_length,
-            "lines": [asdict(line) | {"share_of_floor": line.share} for line in lines],
-        }  # fmt: skip
-        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def record(options: argparse.Namespace, measured: dict[str, float], lines: list[Line]) -> dict[str, Any]:
+    """What the JSON file holds."""
+    return {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "context": options.context, "ceilings_tb_s": measured,
+        "forced_acceptance": options.acceptance or options.acceptance_length,
+        "lines": [asdict(line) | {"share_of_floor": line.share} for line in lines],
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

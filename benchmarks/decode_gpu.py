@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import statistics
 import time
@@ -111,7 +112,8 @@ def _replace(module: nn.Module, name: str) -> None:
     delattr(module, name)  # a buffer can only hold a tensor
     words = torch.randint(-(2**31), 2**31, (n, k // 8), dtype=torch.int32, device=DEVICE)
     scale = torch.full((k // GROUP, n), 0.005, dtype=torch.float16, device=DEVICE)
-    pairs = torch.stack([scale, torch.full_like(scale, 8.0)], dim=-1).view(torch.int32)[..., 0]
+    zero = torch.randint_like(scale, 7, 9)  # 7.5 is the mean of a nibble: a bias would add up to infinity
+    pairs = torch.stack([scale, zero], dim=-1).view(torch.int32)[..., 0]
     setattr(module, name, Int4Weight(words, pairs.contiguous()))
 
 
@@ -397,6 +399,8 @@ def lines_of(shape: str, options: argparse.Namespace, ceilings: dict[str, float]
             torch.cuda.empty_cache()
         exact: dict[int, torch.Tensor] = {}
         for route in routes(options.drafts):
+            gc.collect()  # a round and its closures refer to each other
+            torch.cuda.empty_cache()
             counts = schedule(route.draft_tokens, options.acceptance_length, options.acceptance)
             torch.cuda.reset_peak_memory_stats()
             line, logits = measure(model, route, options.context, counts, ceilings, shape, weights)
@@ -406,7 +410,6 @@ def lines_of(shape: str, options: argparse.Namespace, ceilings: dict[str, float]
                 other = exact[route.draft_tokens]
                 line.logits_deviation = float((logits - other).norm() / other.norm())
             yield line
-            torch.cuda.empty_cache()
 
 
 def show(console: Console, lines: list[Line]) -> None:
@@ -459,7 +462,6 @@ def main() -> None:
     for shape in options.shapes:
         with torch.inference_mode():
             lines += lines_of(shape, options, measured)
-        torch.cuda.empty_cache()
         if options.out:
             options.out.write_text(json.dumps(record(options, measured, lines), indent=1) + "\n", "utf-8")
     show(console, lines)

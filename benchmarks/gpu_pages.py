@@ -1,0 +1,117 @@
+"""The pages of the GPU benchmarks, from the JSON that they wrote.
+
+    python -m benchmarks.gpu_pages --decode FILE.json --kernels FILE.json [--docs docs]
+
+Writes the tables between the marks of ``decode-gpu.md`` and ``kernels.md``; the words around them stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BEGIN = "<!-- printed by: python -m benchmarks.gpu_pages -->"
+END = "<!-- end -->"
+DETAILED = (  # shape, weights, route: whose operations are shown
+    ("9b", "fp16", "no drafts"),
+    ("9b", "fp16", "MTP4, full head"),
+    ("27b", "int4", "MTP4, full head"),
+)
+
+
+def card(device: str, versions: dict[str, str], ceilings: dict[str, float]) -> str:
+    """What was measured on, and what it can do."""
+    rates = ", ".join(f"{name} {rate:.2f} TB/s" for name, rate in ceilings.items())
+    software = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"{device}, {software}. Ceilings of the run: {rates}."
+
+
+def decode_tables(run: dict[str, Any]) -> Iterator[str]:
+    """Every route, then the operations of a few."""
+    yield card(run["device"], {"torch": run["torch"], "Triton": run["triton"]}, run["ceilings_tb_s"])
+    yield ""
+    yield (
+        "| shape | weights | route | numerics | tok/s | ms a round | GB a round | of the floor "
+        "| of the copy's | between kernels | host ms | kernels |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    for line in run["lines"]:
+        ms, between = line["round_ms"], max(0.0, 1 - line["kernel_ms"] / line["round_ms"])
+        yield (
+            f"| {line['shape']} | {line['weights']} | {line['route']} | {line['numerics']} "
+            f"| {line['tokens_per_second']:.1f} | {ms:.3f} | {line['round_bytes'] / 1e9:.2f} "
+            f"| {line['share_of_floor']:.2f} | {line['copy_floor_ms'] / ms:.2f} | {between:.1%} "
+            f"| {line['host_ms']:.2f} | {line['kernels']} |"
+        )
+    for line in run["lines"]:
+        where = (line["shape"], line["weights"], line["route"])
+        if where in DETAILED and line["numerics"] == "exact":
+            yield ""
+            yield f"**{', '.join(where)}**, {line['round_ms']:.3f} ms a round:"
+            yield ""
+            yield from operations(line, run["ceilings_tb_s"]["one-row product"])
+
+
+def operations(line: dict[str, Any], ceiling: float) -> Iterator[str]:
+    """Where a round's time goes: each operation with what it adds to the time that is covered."""
+    yield "| operation | calls | µs a call | µs a round | share | TB/s of weights | of the ceiling |"
+    yield "|---|---|---|---|---|---|---|"
+    for o in line["operations"]:
+        us = o["microseconds"]
+        if us < 0.002 * line["round_ms"] * 1e3:
+            continue
+        rate = o["weight_bytes"] / us / 1e6
+        speed = f"{rate:.2f} | {rate / ceiling:.2f}" if rate else " | "
+        yield (
+            f"| {o['operation']} | {o['calls']} | {us / o['calls']:.1f} | {us:.0f} "
+            f"| {us / line['round_ms'] / 1e3:.1%} | {speed} |"
+        )
+
+
+def kernel_table(run: dict[str, Any]) -> Iterator[str]:
+    """Every kernel beside its best peer."""
+    yield card(run["device"], run["versions"], run["ceilings"])
+    yield ""
+    yield "| operation | shape | rows | µs | TB/s | share of the floor | peer | µs | peer / own |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    ceiling = max(run["ceilings"].values())
+    for line in run["lines"]:
+        own, peer = line["microseconds"], line["peer_microseconds"]
+        rate = line["bytes"] / own / 1e6
+        beside = f"{line['peer']} | {peer:.1f} | {peer / own:.2f}" if line["peer"] else " | | "
+        yield (
+            f"| {line['operation']} | {line['shape']} | {line['rows']} | {own:.1f} | {rate:.2f} "
+            f"| {rate / ceiling:.2f} | {beside} |"
+        )
+
+
+def write(page: Path, lines: Iterator[str]) -> None:
+    """Put the lines between the marks. Raises ``ValueError`` for a page without them."""
+    text = page.read_text(encoding="utf-8")
+    body = "\n".join([BEGIN, "", *lines, "", END])
+    changed, count = re.subn(re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: body, text, flags=re.DOTALL)
+    if count != 1:
+        raise ValueError(f"{page}: {count} places for a table, and one is wanted")
+    page.write_text(changed, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--decode", type=Path, help="what benchmarks.decode_gpu wrote")
+    parser.add_argument("--kernels", type=Path, help="what benchmarks.kernels_gpu wrote")
+    parser.add_argument("--docs", type=Path, default=Path("docs"))
+    options = parser.parse_args()
+    for given, page, tables in (
+        (options.decode, "decode-gpu.md", decode_tables),
+        (options.kernels, "kernels.md", kernel_table),
+    ):
+        if given:
+            write(options.docs / page, tables(json.loads(given.read_text(encoding="utf-8"))))
+
+
+if __name__ == "__main__":
+    main()

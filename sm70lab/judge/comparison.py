@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -40,6 +40,15 @@ class Sample:
     passed: bool | None  # None: not judged by itself
     token_ids: Sequence[int]
     rounds: Sequence[Round]
+    streamed: tuple[int, float] | None = None  # of a server: tokens after the first chunk, their seconds
+
+    @property
+    def pooled(self) -> Pooled:
+        """Its rounds added up; a server's output, whose rounds are not seen, has tokens and seconds alone."""
+        rounds = pool(self.rounds)
+        if self.rounds or self.streamed is None:
+            return rounds
+        return replace(rounds, emitted=self.streamed[0], seconds=self.streamed[1])
 
 
 @dataclass(frozen=True)
@@ -72,9 +81,9 @@ class Arm:
 
     @property
     def timed(self) -> dict[Key, Pooled]:
-        """Of the runs whose speed counts, each generation's rounds added up."""
+        """What the speed of each generation is made of, for the runs whose speed counts."""
         valid = [sample for run in self.runs if run.speed_valid for sample in run.samples]
-        return {sample.key: pool(sample.rounds) for sample in valid}
+        return {sample.key: sample.pooled for sample in valid}
 
     def outcomes(self, by_generation: bool) -> dict[Any, bool | None]:
         """Pass or fail by generation, or by run, keyed so that arms pair."""
@@ -209,11 +218,7 @@ def _against(baseline: Arm, arm: Arm, speed_refused: bool) -> Against:
     by_generation = baseline.by_generation and arm.by_generation
     test, p_value = _pass_rate_test(baseline, arm, by_generation)
     a, b = ({}, {}) if speed_refused else (baseline.timed, arm.timed)
-    timed = [key for key in a if key in b and a[key].seconds > 0 and b[key].seconds > 0]
-    ratio, rounds_ratio = (
-        statistics.speed_ratio([getattr(a[k], name) for k in timed], [getattr(b[k], name) for k in timed])
-        for name in ("tokens_per_second", "rounds_per_second")
-    )
+    ratio, rounds_ratio = (_ratio(a, b, name) for name in ("tokens_per_second", "rounds_per_second"))
     return Against(
         label=arm.label,
         runs=[run.name for run in arm.runs],
@@ -235,6 +240,13 @@ def _against(baseline: Arm, arm: Arm, speed_refused: bool) -> Against:
     )
 
 
+def _ratio(a: dict[Key, Pooled], b: dict[Key, Pooled], name: str) -> statistics.SpeedRatio:
+    """Of one speed, over the pairs that both have one."""
+    speeds = [(getattr(a[key], name), getattr(b[key], name)) for key in a if key in b]
+    timed = [pair for pair in speeds if all(x > 0 for x in pair)]  # no seconds: NaN, not above 0
+    return statistics.speed_ratio([x for x, _ in timed], [y for _, y in timed])
+
+
 def _why_untimed(baseline: Arm, arm: Arm) -> str:
     """Why no pair has a speed, should there be none."""
     for side in (baseline, arm):
@@ -244,7 +256,7 @@ def _why_untimed(baseline: Arm, arm: Arm) -> str:
     a, b = baseline.timed, arm.timed
     pairs = [key for key in a if key in b]
     if pairs and not any(a[key].seconds and b[key].seconds for key in pairs):
-        return "no rounds are recorded, as of a server's runs; the tok/s of each stand in its summary"
+        return "no times are recorded: a server that tells neither ids nor usage has no tok/s"
     return "no pair of passing runs"
 
 
@@ -268,9 +280,14 @@ def _pass_rate_test(baseline: Arm, arm: Arm, by_generation: bool) -> tuple[str, 
 
 def _speeds(arm: Arm) -> Speeds:
     valid = [run for run in arm.runs if run.speed_valid]
-    total = pool([r for run in valid for sample in run.samples for r in sample.rounds])
+    samples = [sample for run in valid for sample in run.samples]
+    total = pool([r for sample in samples for r in sample.rounds])
     length = total.acceptance_length if total.tested else math.nan
-    return Speeds(total.tokens_per_second, total.rounds_per_second, length, len(valid))
+    if total.rounds:
+        return Speeds(total.tokens_per_second, total.rounds_per_second, length, len(valid))
+    streamed = [sample.streamed for sample in samples if sample.streamed is not None]
+    tokens, seconds = (sum(values) for values in zip(*streamed, strict=True)) if streamed else (0, 0.0)
+    return Speeds(tokens / seconds if seconds else math.nan, math.nan, math.nan, len(valid))
 
 
 def _tokens(baseline: Arm, arm: Arm) -> Tokens:

@@ -74,6 +74,7 @@ def _record(folder: RunFolder, result: dict[str, Any], config: dict[str, Any]) -
             g.get("passed"),
             tokens[g["key"]],
             rounds.get(g["key"], []),
+            (int(g["decoded"]), float(g["decode_seconds"])) if "decoded" in g else None,
         )
         for g in generations
     ]

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sm70lab import __version__
+from sm70lab.judge.served_acceptance import decoded
 from sm70lab.schema import (
     EXIT_CODES,
     RESULT_SCHEMA_VERSION,
@@ -259,6 +260,7 @@ def _served(generation: Generation) -> dict[str, Any]:
         "ids": len(generation.token_ids),
         "reasoning_characters": len(generation.reasoning or ""),
         "ttft_seconds": generation.ttft_seconds,
+        "decoded": decoded(generation),
         "chunks": len(generation.arrivals),
         "retries": len(generation.request.get("failed_tries", ())),
         "faults": len(generation.request.get("faults", ())),

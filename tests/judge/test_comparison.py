@@ -86,11 +86,33 @@ def test_a_faster_route_that_passes() -> None:
     assert back.ratio.ratio == pytest.approx(1 / against.ratio.ratio)
 
 
+def served(label: str, seconds: float | None) -> Arm:
+    """The baseline's outputs as from a server: no rounds, 89 tokens after the first in ``seconds``."""
+
+    def sample(one: Sample, number: int) -> Sample:
+        streamed = None if seconds is None else (89, seconds * (1 + 0.01 * number))
+        return replace(one, rounds=[], streamed=streamed)
+
+    return arm(label, [replace(r, samples=[sample(s, r.seed) for s in r.samples]) for r in BASE.runs])
+
+
+def test_the_speeds_of_two_servers_are_those_of_their_streams() -> None:
+    slow, fast = served("slow", 2.0), served("fast", 1.0)
+    found = compare([slow, fast])
+    (against,) = found.routes
+    assert against.speed is Speed.faster and against.ratio.pairs == 8
+    assert against.ratio.ratio == pytest.approx(2.0)
+    assert against.rounds_ratio.pairs == 0  # a server's rounds are not seen
+    assert against.speeds.tokens_per_second == pytest.approx(4 * 89 / (1.01 + 1.02 + 1.03 + 1.04))
+    assert math.isnan(against.speeds.rounds_per_second) and math.isnan(against.speeds.acceptance_length)
+    mixed = compare([BASE, fast]).routes[0]
+    assert mixed.ratio.pairs == 8 and mixed.rounds_ratio.pairs == 0
+
+
 def test_why_no_speed_is_compared() -> None:
-    served = arm("a", [replace(r, samples=[replace(s, rounds=[]) for s in r.samples]) for r in BASE.runs])
-    (against,) = compare([served, replace(served, label="b")]).routes
+    (against,) = compare([served("a", None), served("b", 1.0)]).routes
     assert against.quality is Quality.no_regression and against.speed is Speed.not_compared
-    assert against.speed_words.startswith("no rounds are recorded, as of a server's runs")
+    assert against.speed_words.startswith("no times are recorded")
     shared = arm("b", [replace(run, speed_valid=False) for run in BASE.runs])
     (against,) = compare([BASE, shared]).routes
     assert against.speed_words == "b passes, but none of its speeds is valid: t/run-s1 says why"

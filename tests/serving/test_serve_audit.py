@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from sm70lab.cli import main
+from sm70lab.tracking.arms import read_arm
+from sm70lab.tracking.run_folder import RunFolder
 from tests.serving.served import ServeProcess
 
 COMMON = (
@@ -52,6 +54,9 @@ def test_a_hazard_is_found_at_the_token_of_the_in_process_run(hazard: str, tmp_p
     assert found["status"] == own["status"]
     first, own_first = found["details"].get("first_bad"), own["details"].get("first_bad")
     assert (first is None) == (own_first is None) == (hazard == "none")
+    (arm,) = (read_arm("served", [RunFolder(run)]) for run in (tmp_path / "served" / "t").iterdir())
+    ((tokens, seconds),) = (sample.streamed for sample in arm.samples.values() if sample.streamed)
+    assert 140 <= tokens < 150 and seconds > 0  # the first chunk has a round's tokens, or one
     if first is not None:
         assert {k: first[k] for k in ("index", "token", "rule")} == {
             k: own_first[k] for k in ("index", "token", "rule")

@@ -53,7 +53,8 @@ def read(path: Path) -> tuple[Pairs, tuple[float, float]]:
     with np.load(path, allow_pickle=False) as file:
         columns = {key: file[key] for key in file.files}
     pairs: Pairs = []
-    for number in range(len({key.split(".")[0] for key in columns if "." in key})):
+    # An output without a token has no scores, and leaves a gap.
+    for number in sorted({int(key.split(".")[0]) for key in columns if "." in key}):
         c = {key.split(".", 1)[1]: v for key, v in columns.items() if key.startswith(f"{number}.")}
         name, text = (str(part) for part in c["prompt"])
         prompt = Prompt(int(c["index"]), name, text, [0], len(c["token_ids"]))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sm70lab.cli import simple
 from sm70lab.cli.overrides import find_groups
 from sm70lab.config import check, near
-from sm70lab.config_checks_target import OPENAI
+from sm70lab.config_checks_target import ENGINE, OPENAI
 from sm70lab.errors import UsageError
 from sm70lab.schema import Display, ExperimentConfig
 
@@ -168,7 +168,7 @@ def _sides(given: _Arguments) -> list[Side]:
     for text in given.sides:
         if text not in routes:
             folder = _named(text, given, routes)
-            sides.append(Side(folder.path.name, [folder]))
+            sides.append(Side(_label(folder), [folder]))
             continue
         config = given.options.compose(*given.options.given.overrides, f"route={text}")
         found = finished_runs(config, any_code=not given.may_run, by_name=given.by_name)
@@ -181,10 +181,19 @@ def _sides(given: _Arguments) -> list[Side]:
             raise UsageError(f"{next(s for s in labels if labels.count(s) > 1)}: named twice")
         for side in sides:
             if side.config is None:
-                side.label = f"{side.folders[0].path.parent.name}/{side.label}"
+                side.label = f"{side.folders[0].path.parent.name}/{side.folders[0].path.name}"
     if all(side.config is None for side in sides):
         _refuse_idle_settings(given)
     return sides
+
+
+def _label(folder: RunFolder) -> str:
+    """A run's own name; of a server's run that of its experiment, since all of them are ``as_served``."""
+    from sm70lab.tracking.find_runs import config_of
+
+    target = config_of(folder).get("target")
+    served = isinstance(target, dict) and target.get("name", ENGINE) == OPENAI
+    return folder.path.parent.name if served else folder.path.name
 
 
 def _refuse_one_server(sides: Sequence[Side]) -> None:

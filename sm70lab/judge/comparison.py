@@ -300,7 +300,8 @@ def _tokens(baseline: Arm, arm: Arm) -> Tokens:
     if not pairs:
         return Tokens(0, 0, False, "no pair")
     if unkeyed:
-        words = f"not comparable: {' and '.join(unkeyed)} draws its own (draft_sampling=coupled does not)"
+        draw = "draw their own" if len(unkeyed) > 1 else "draws its own"
+        words = f"not comparable: {' and '.join(unkeyed)} {draw} (draft_sampling=coupled does not)"
         return Tokens(len(pairs), equal, False, words)
     if not differing:
         return Tokens(len(pairs), equal, True, f"all {len(pairs)} equal" if len(pairs) > 1 else "equal")

@@ -52,7 +52,7 @@ def run_facts(folder: RunFolder, result: dict[str, Any], config: dict[str, Any])
     loaded = result.get("loaded") or {}
     hardware = _hardware(str(loaded.get("device") or "cpu"), _environment(folder))
     threads = loaded.get("threads")
-    model_hash = loaded.get("model_hash")
+    model_hash = loaded.get("server.version.model_hash") or loaded.get("model_hash")
     return facts(config, None if model_hash is None else str(model_hash), hardware, threads)
 
 
@@ -81,10 +81,11 @@ def _record(folder: RunFolder, result: dict[str, Any], config: dict[str, Any]) -
     fault = verdict in (VerdictKind.route_fault, VerdictKind.model_degenerate)
     shown_alone = any(g.get("passed") is False for g in generations)
     route, sampling = config["route"], config["sampling"]
-    ours = config.get("target", {}).get("name", ENGINE) == ENGINE  # a server draws with noise of its own
-    keyed = not sampling["temperature"] or (
-        ours and (not route["draft_tokens"] or route["draft_sampling"] in KEYED)
-    )
+    if config.get("target", {}).get("name", ENGINE) == ENGINE:
+        drawn = not route["draft_tokens"] or route["draft_sampling"] in KEYED
+    else:  # with noise of its own, unless it tells that it is the request's
+        drawn = (result.get("loaded") or {}).get("server.version.draws") == "keyed"
+    keyed = not sampling["temperature"] or drawn
     return RunRecord(
         name=f"{folder.path.parent.name}/{folder.path.name}",
         seed=result["seed"],

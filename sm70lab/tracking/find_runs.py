@@ -19,7 +19,8 @@ def resolve_run(text: str, runs_dir: Path) -> RunFolder:
     """The one run that ``text`` names: a folder's path, or a name or fingerprint under ``runs_dir``.
 
     Names may be cut (``split-s7``), fingerprints too (four characters or more), as long as one run
-    fits; a whole name (``split-s7-1a2b3c4d``, beside which ``-2`` may exist) wins over a beginning.
+    fits; a whole name (``split-s7-1a2b3c4d``, beside which ``-2`` may exist) wins over a beginning. An
+    experiment's name (``name=``) names its run where it has one.
     Raises ``UsageError`` where none or several fit.
     """
     path = Path(text).expanduser()
@@ -27,7 +28,8 @@ def resolve_run(text: str, runs_dir: Path) -> RunFolder:
         return RunFolder(path.absolute())
     runs = list(all_runs(runs_dir))
     named = [run for run in runs if text in (run.path.name, f"{run.path.parent.name}/{run.path.name}")]
-    found = named or [run for run in runs if _fits(text, run)]
+    of_experiment = [run for run in runs if run.path.parent.name == text]
+    found = named or of_experiment or [run for run in runs if _fits(text, run)]
     if len(found) == 1:
         return found[0]
     if not found:

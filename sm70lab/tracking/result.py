@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,6 +24,8 @@ from sm70lab.tracking.latency import latency, latency_line
 NO_HAZARD = "none"
 SERVER_ROUTE, SERVER_HAZARD = "server.version.route.name", "server.version.hazard"  # of what was loaded
 SHARED = "other_traffic"  # finding of the acceptance beside which a speed is no measure
+MOST_TOKENS = 10**9
+LEAST_SECONDS = 1e-6
 SPEED = ("tokens_per_second", "rounds_per_second", "acceptance_length")
 VERDICT_KEYS = ("kind", "reason", "evidence")
 EVIDENCE_KEYS = ("kind", "status", "line", "metrics", "details")
@@ -86,6 +89,8 @@ def incomplete(result: Any) -> str | None:
     generations = result.get("generations")
     if not isinstance(generations, list) or any(not _has(g, GENERATION_KEYS) for g in generations):
         return "an output lacks what every output has"
+    if odd := next((f for g in generations for f in _odd(g)), None):
+        return f"an output's {odd}"
     if result["status"] == "interrupted":
         return None
     verdict = result.get("verdict")
@@ -102,7 +107,35 @@ def incomplete(result: Any) -> str | None:
     numbers = [values.get(key) for key in SPEED] if isinstance(values, dict) else ["none"]
     if any(number is not None and not isinstance(number, int | float) for number in numbers):
         return "speed is not a number"
+    if isinstance(values, dict) and not isinstance(values.get("valid", False), bool):
+        return "speed is neither valid nor invalid"
     return None
+
+
+def _odd(generation: dict[str, Any]) -> Iterator[str]:
+    """What cannot be true of an output, so that nobody adds it up."""
+    tokens, decoded = (generation.get(key, 0) for key in ("tokens", "decoded"))
+    for name, value in (("tokens", tokens), ("decoded", decoded)):
+        if not _is_whole(value) or not 0 <= value <= MOST_TOKENS:
+            yield f"{name} are no count"
+            return
+    if decoded > tokens:
+        yield "decoded tokens are more than its tokens"
+    for name in ("prefill_seconds", "decode_seconds"):
+        value = generation[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            yield f"{name} are no time"
+        elif 0 < value < LEAST_SECONDS:
+            yield f"{name} are less than a clock can tell"
+    if generation.get("passed") not in (None, True, False) or _is_whole(generation.get("passed")):
+        yield "passed is neither true, false nor null"
+    for name in ("seed", "repeat"):
+        if name in generation and not _is_whole(generation[name]):
+            yield f"{name} is no whole number"
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _has(value: Any, keys: Sequence[str]) -> bool:

@@ -180,7 +180,7 @@ class RunFolder:
         """The recorded result, or None where there is none that is whole."""
         try:
             value = json.loads((self.path / RESULT).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         return value if incomplete(value) is None else None
 
@@ -191,7 +191,7 @@ class RunFolder:
             key = file.name.removesuffix(".tokens.json")
             try:
                 found[key] = [int(i) for i in json.loads(file.read_text(encoding="utf-8"))["token_ids"]]
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
                 raise UsageError(f"{file}: damaged ({error})") from error
         for generation in (self.result() or {}).get("generations", []):
             key, recorded = generation["key"], generation["token_ids_sha256"]

@@ -273,6 +273,7 @@ INTERRUPTED_RESULT = json.dumps(
     ("file", "content", "words"),
     [
         ("result.json", "{", "result.json: damaged"),
+        ("result.json", "[" * 100_000, "result.json: damaged"),
         ("result.json", None, "result.json: missing: the run did not finish"),
         ("result.json", '{"verdict": {"kind": "pass"}, "finished": "x"}', "result.json: damaged"),
         ("result.json", INTERRUPTED_RESULT, "not finished (Ctrl-C); run it again"),

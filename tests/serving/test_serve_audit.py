@@ -54,7 +54,12 @@ def test_a_hazard_is_found_at_the_token_of_the_in_process_run(hazard: str, tmp_p
     assert found["status"] == own["status"]
     first, own_first = found["details"].get("first_bad"), own["details"].get("first_bad")
     assert (first is None) == (own_first is None) == (hazard == "none")
-    (arm,) = (read_arm("served", [RunFolder(run)]) for run in (tmp_path / "served" / "t").iterdir())
+    own_arm, arm = (
+        read_arm(name, [RunFolder(run) for run in (tmp_path / name / "t").iterdir()])
+        for name in ("engine", "served")
+    )
+    assert arm.runs[0].tokens_keyed == own_arm.runs[0].tokens_keyed == (hazard == "none")
+    assert arm.runs[0].facts["model_hash"] == own_arm.runs[0].facts["model_hash"]
     ((tokens, seconds),) = (sample.streamed for sample in arm.samples.values() if sample.streamed)
     assert 140 <= tokens < 150 and seconds > 0  # the first chunk has a round's tokens, or one
     if first is not None:

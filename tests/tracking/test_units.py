@@ -148,6 +148,7 @@ WHOLE = {
         ({"verdict": {"kind": "good", "reason": "", "evidence": []}}, "no such verdict"),
         ({"verdict": {"kind": "pass", "reason": "", "evidence": [1]}}, "evidence without"),
         ({"speed": {"tokens_per_second": "x"}}, "speed is not a number"),
+        ({"speed": {"tokens_per_second": 1.0, "valid": "no"}}, "neither valid nor invalid"),
         ({"generations": None}, "an output lacks"),
         ({"generations": [{"key": "a"}]}, "an output lacks"),
         ({"schema_version": 99}, "written by a later sm70lab"),
@@ -161,3 +162,38 @@ def test_a_result_of_the_wrong_form_is_damaged(change: dict[str, Any], words: st
     (tmp_path / "result.json").write_text(json.dumps(WHOLE | change))
     assert folder.result() is None
     assert words in (incomplete(WHOLE | change) or "")
+
+
+OUTPUT = {
+    "key": "a-r0", "tokens": 200, "decoded": 199, "finish_reason": "length", "prefill_seconds": 0.1,
+    "decode_seconds": 1.5, "passed": True, "seed": 1, "repeat": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tokens": -3}, "tokens are no count"),
+        ({"tokens": "x"}, "tokens are no count"),
+        ({"decoded": 199.5}, "decoded are no count"),
+        ({"decoded": True}, "decoded are no count"),
+        ({"decoded": 10**400, "tokens": 10**400}, "tokens are no count"),
+        ({"decoded": 201}, "decoded tokens are more than its tokens"),
+        ({"decode_seconds": -1}, "decode_seconds are no time"),
+        ({"decode_seconds": "1.2"}, "decode_seconds are no time"),
+        ({"decode_seconds": float("inf")}, "decode_seconds are no time"),
+        ({"decode_seconds": float("nan")}, "decode_seconds are no time"),
+        ({"decode_seconds": 5e-324}, "less than a clock can tell"),
+        ({"prefill_seconds": None}, "prefill_seconds are no time"),
+        ({"passed": "yes"}, "passed is neither"),
+        ({"passed": 1}, "passed is neither"),
+        ({"seed": "x"}, "seed is no whole number"),
+    ],
+)
+def test_an_output_that_cannot_be_true_is_damaged(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """Impossible counts and times were added up, shown and ranked."""
+    assert incomplete(WHOLE | {"generations": [OUTPUT]}) is None
+    changed = WHOLE | {"generations": [OUTPUT, OUTPUT | change]}
+    assert words in (incomplete(changed) or "")
+    (tmp_path / "result.json").write_text(json.dumps(changed))
+    assert RunFolder(tmp_path).result() is None

@@ -18,6 +18,7 @@ TARGETS = (ENGINE, OPENAI, VLLM)
 SERVED = "served"  # the model of a server
 SERVER_HARDWARE = "the server's"  # the hardware of a run on one, which does not tell it
 AS_SERVED = "as_served"  # and its route
+KEYED_DRAWS = "keyed"  # of a server: every token is the reference's own with the request's noise
 MAX_RETRIES = 100
 
 # Which targets a setting acts on; one that is not here acts on all.

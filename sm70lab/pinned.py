@@ -77,7 +77,7 @@ def pin(
     target = build_target(greedy)
     outputs = _decode(target)
     values = {
-        "run": ledger.run_name(run),
+        "run": run.full_name,
         "variant": row.variant,
         "fingerprint": result["fingerprint"],
         "code_revision": book.revision,
@@ -132,7 +132,7 @@ def _evidence(runs: list[Record], device: str) -> dict[str, Any]:
             "interval": "Clopper-Pearson, 95 %",
         },
         "audited_tokens": int(sum(run.metric("audit", "tokens") or 0 for run in passed)),
-        "p_values": {ledger.run_name(run.folder): _rounded(run.metric("audit", "p_value")) for run in passed},
+        "p_values": {run.folder.full_name: _rounded(run.metric("audit", "p_value")) for run in passed},
         "speed": {
             "hardware": device,
             "runs": len(fast),
@@ -158,7 +158,7 @@ def _tell_ledger(book: ledger.Ledger, row: Row, run: RunFolder, pinned: Accepted
     low, high = evidence["pass_rate"]["low"], evidence["pass_rate"]["high"]
     text = f"pinned: {evidence['passed']} of {evidence['runs']} passed (95 %: {low:.2f} to {high:.2f})"
     made = {"code_revision": book.revision, "by": "pin"}
-    notes.append(book.runs_dir, notes.Note(row.variant, ledger.run_name(run), text, "accepted", **made))
+    notes.append(book.runs_dir, notes.Note(row.variant, run.full_name, text, "accepted", **made))
     for other in book.rows:
         ruling = other.ruling
         if other is not row and ruling is not None and (ruling.state, ruling.by) == ("accepted", "pin"):

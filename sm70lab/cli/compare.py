@@ -181,7 +181,7 @@ def _sides(given: _Arguments) -> list[Side]:
             raise UsageError(f"{next(s for s in labels if labels.count(s) > 1)}: named twice")
         for side in sides:
             if side.config is None:
-                side.label = f"{side.folders[0].path.parent.name}/{side.folders[0].path.name}"
+                side.label = side.folders[0].full_name
     if all(side.config is None for side in sides):
         _refuse_idle_settings(given)
     return sides

@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
         runs_dir,
         notes.Note(
             variant=row.variant,
-            run=None if record is None else ledger.run_name(record.folder),
+            run=None if record is None else record.folder.full_name,
             text=words[1],
             state=state,
             code_revision=None if record is None else ledger.code_of(record),

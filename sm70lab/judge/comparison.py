@@ -282,12 +282,14 @@ def _speeds(arm: Arm) -> Speeds:
     valid = [run for run in arm.runs if run.speed_valid]
     samples = [sample for run in valid for sample in run.samples]
     total = pool([r for sample in samples for r in sample.rounds])
+    if not total.rounds:
+        streams = [sample.pooled for sample in samples]
+        total = replace(
+            total, emitted=sum(s.emitted for s in streams), seconds=sum(s.seconds for s in streams)
+        )
+    rounds_per_second = total.rounds_per_second if total.rounds else math.nan
     length = total.acceptance_length if total.tested else math.nan
-    if total.rounds:
-        return Speeds(total.tokens_per_second, total.rounds_per_second, length, len(valid))
-    streamed = [sample.streamed for sample in samples if sample.streamed is not None]
-    tokens, seconds = (sum(values) for values in zip(*streamed, strict=True)) if streamed else (0, 0.0)
-    return Speeds(tokens / seconds if seconds else math.nan, math.nan, math.nan, len(valid))
+    return Speeds(total.tokens_per_second, rounds_per_second, length, len(valid))
 
 
 def _tokens(baseline: Arm, arm: Arm) -> Tokens:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sm70lab.config_checks_target import KEYED_DRAWS
 from sm70lab.engine.architecture import read_config
 from sm70lab.engine.noise import KeyedNoise
 from sm70lab.schema import ExperimentConfig, Generation, ModelDtype
 from sm70lab.targets.base import request_seed
 from sm70lab.targets.openai_client import ServerFacts
 
-KEYED = "keyed"  # of a server's draws: every token is the reference's own with the request's noise
 NO_IDS = "the server tells no token ids (return_token_ids)"
 
 
@@ -40,6 +40,6 @@ class RunDtype:
 
 def own_noise(config: ExperimentConfig, facts: ServerFacts, generation: Generation) -> KeyedNoise | None:
     """The noise that each token was drawn with, where the server says that its draws are such."""
-    if facts.version.get("engine") != "sm70lab" or facts.version.get("draws") != KEYED:
+    if facts.version.get("engine") != "sm70lab" or facts.version.get("draws") != KEYED_DRAWS:
         return None
     return KeyedNoise(request_seed(config.seed, generation.prompt.index, generation.repeat), 0, 0)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sm70lab.config_checks_target import ENGINE, SERVER_HARDWARE
+from sm70lab.config_checks_target import ENGINE, KEYED_DRAWS, SERVER_HARDWARE
 from sm70lab.errors import UsageError
 from sm70lab.judge.comparison import KEYED, Arm, RunRecord, Sample
 from sm70lab.judge.fairness import facts
@@ -84,10 +84,10 @@ def _record(folder: RunFolder, result: dict[str, Any], config: dict[str, Any]) -
     if config.get("target", {}).get("name", ENGINE) == ENGINE:
         drawn = not route["draft_tokens"] or route["draft_sampling"] in KEYED
     else:  # with noise of its own, unless it tells that it is the request's
-        drawn = (result.get("loaded") or {}).get("server.version.draws") == "keyed"
+        drawn = (result.get("loaded") or {}).get("server.version.draws") == KEYED_DRAWS
     keyed = not sampling["temperature"] or drawn
     return RunRecord(
-        name=f"{folder.path.parent.name}/{folder.path.name}",
+        name=folder.full_name,
         seed=result["seed"],
         first_repeat=config.get("first_repeat", 0),
         verdict=verdict,

@@ -27,7 +27,7 @@ def resolve_run(text: str, runs_dir: Path) -> RunFolder:
     if (path / CONFIG).is_file():
         return RunFolder(path.absolute())
     runs = list(all_runs(runs_dir))
-    named = [run for run in runs if text in (run.path.name, f"{run.path.parent.name}/{run.path.name}")]
+    named = [run for run in runs if text in (run.path.name, run.full_name)]
     of_experiment = [run for run in runs if run.path.parent.name == text]
     found = named or of_experiment or [run for run in runs if _fits(text, run)]
     if len(found) == 1:
@@ -35,7 +35,7 @@ def resolve_run(text: str, runs_dir: Path) -> RunFolder:
     if not found:
         what = "a folder without config.yaml" if path.is_dir() else "no such run folder"
         raise UsageError(f"{text}: {what}, and no run of that name or fingerprint in {runs_dir}")
-    names = ", ".join(f"{run.path.parent.name}/{run.path.name}" for run in found[:SHOWN])
+    names = ", ".join(run.full_name for run in found[:SHOWN])
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     raise UsageError(f"{text}: {len(found)} runs fit ({names}{more}); give more of the name")
 

@@ -216,7 +216,7 @@ def build(runs_dir: Path, accepted: str | None = None) -> Ledger:
             hazard = None if settings["hazard"] == NO_HAZARD else str(settings["hazard"])
             rows[mark] = Row(mark, settings, difference(settings, base), revision, hazard, mark == pinned_id)
         rows[mark].runs.append(run)
-        by_run[run_name(folder)] = rows[mark]
+        by_run[folder.full_name] = rows[mark]
     notes, unreadable = note_file.read(runs_dir)
     for note in notes:
         row = by_run.get(note.run or "") or rows.get(note.variant)
@@ -236,11 +236,6 @@ def run_folders(runs_dir: Path) -> Iterator[RunFolder]:
         hidden = path.name.startswith(".") or path.parent.name.startswith(".")
         if not hidden and any((path / name).exists() for name in RUN_FILES):
             yield RunFolder(path)
-
-
-def run_name(folder: RunFolder) -> str:
-    """``experiment/folder``: how notes name a run."""
-    return f"{folder.path.parent.name}/{folder.path.name}"
 
 
 def variant_of(config: ExperimentConfig, weights: str) -> str:

@@ -48,6 +48,11 @@ class RunFolder:
         except ValueError:
             return str(self.path)
 
+    @property
+    def full_name(self) -> str:
+        """``experiment/folder``."""
+        return f"{self.path.parent.name}/{self.path.name}"
+
     # ------------------------------------------------------------------ life
 
     @staticmethod

@@ -125,7 +125,7 @@ def test_only_the_differing_settings_are_named(given: list[str], differs: list[s
 def test_a_rejection_holds_at_its_code_revision(runs: Path) -> None:
     def conclude(state: str | None, revision: str | None, text: str = "no") -> ledger.Row:
         row = rows(runs)["two"]
-        name = ledger.run_name(row.runs[0].folder)
+        name = row.runs[0].folder.full_name
         notes.append(runs, Note(row.variant, name, text, state, revision, "note"))
         return rows(runs)["two"]
 
@@ -149,11 +149,9 @@ def test_a_rejection_holds_at_its_code_revision(runs: Path) -> None:
 def test_a_note_follows_its_run_and_outlives_it(runs: Path) -> None:
     row = rows(runs)["two"]
     (run,) = row.runs
-    notes.append(runs, Note("v0000000", ledger.run_name(run.folder), "an older id", None, None, "note"))
+    notes.append(runs, Note("v0000000", run.folder.full_name, "an older id", None, None, "note"))
     assert rows(runs)["two"].conclusion == "an older id"
-    notes.append(
-        runs, Note(row.variant, ledger.run_name(run.folder), "gone", "rejected", code_revision(), "note")
-    )
+    notes.append(runs, Note(row.variant, run.folder.full_name, "gone", "rejected", code_revision(), "note"))
     shutil.rmtree(run.folder.path)
     book = ledger.build(runs)
     kept = book.row(row.variant)

@@ -43,7 +43,7 @@ from sm70lab.engine.sequence import Request
 from sm70lab.engine.sequence import Sequence as Running
 from sm70lab.engine.state import StateStore
 from sm70lab.kernels.gpu import attention, gdn, norm, round_state, sampling
-from sm70lab.kernels.gpu.int4 import GROUP, Int4Weight
+from sm70lab.kernels.gpu.int4 import BLOCK, GROUP, Int4Weight, packed_groups
 from sm70lab.kernels.gpu.launch import launch_options, let_next_kernel_start, wait_for_kernels_before
 from sm70lab.kernels.gpu.products import Weight, weight_bytes
 from sm70lab.schema import DraftHeadKind, GraphMode, Numerics, Route, Sampling
@@ -110,11 +110,12 @@ def to_int4(model: HybridModel) -> None:
 def _replace(module: nn.Module, name: str) -> None:
     n, k = getattr(module, name).shape
     delattr(module, name)  # a buffer can only hold a tensor
-    words = torch.randint(-(2**31), 2**31, (n, k // 8), dtype=torch.int32, device=DEVICE)
-    scale = torch.full((k // GROUP, n), 0.005, dtype=torch.float16, device=DEVICE)
+    words = torch.randint(
+        -(2**31), 2**31, (n // BLOCK, k // GROUP, 2, 32, 4), dtype=torch.int32, device=DEVICE
+    )
+    scale = torch.full((n, k // GROUP), 0.005, dtype=torch.float16, device=DEVICE)
     zero = torch.randint_like(scale, 7, 9)  # 7.5 is the mean of a nibble: a bias would add up to infinity
-    pairs = torch.stack([scale, zero], dim=-1).view(torch.int32)[..., 0]
-    setattr(module, name, Int4Weight(words, pairs.contiguous()))
+    setattr(module, name, Int4Weight(words, packed_groups(scale, zero)))
 
 
 # ---------------------------------------------------------------- forced acceptance

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from sm70lab.kernels.gpu import gdn, int4, linear, norm
 from sm70lab.kernels.gpu.gdn import GDNPools, GDNWeights, Heads, Place
-from sm70lab.kernels.gpu.int4 import GROUP, Int4Weight
+from sm70lab.kernels.gpu.int4 import BLOCK, GROUP, Int4Weight, packed_groups
 
 DEVICE = torch.device("cuda")
 HIDDEN, INNER, VOCABULARY, LAYERS = 4096, 12288, 248320, 32
@@ -183,7 +183,7 @@ INT4_SHAPES = (  # of the 27B model
 
 
 def int4_product(w: Int4Weight, x: torch.Tensor, kind: str) -> Call:
-    n, k = len(w.words), x.shape[1]
+    n, k = w.outputs, x.shape[1]
     if kind == "swiglu":
         return partial(int4.swiglu, x, w, x.new_empty(len(x), n // 2))
     if kind == "parts":
@@ -198,8 +198,10 @@ def int4_products(memory: Memory, rows: int) -> Iterator[Measured]:
         x, half = rows_of(rows, k), memory.copies(n, k)
         peer = seconds([product(w, x, kind, True) for w in half]) / len(half)
         words = memory.block.view(torch.int32)[: STREAM // 4].split(n * k // 8)
-        pairs = torch.rand(k // GROUP, 2 * n, device=DEVICE).half().view(torch.int32)  # scales and zeros
-        weights = [Int4Weight(w.view(n, k // 8), pairs) for w in words if len(w) == n * k // 8]
+        shape = (n // BLOCK, k // GROUP)
+        scales, zeros = torch.rand(2, n, k // GROUP, device=DEVICE)
+        pairs = packed_groups(scales, zeros)
+        weights = [Int4Weight(w.view(*shape, 2, 32, 4), pairs) for w in words if len(w) == n * k // 8]
         own = seconds([int4_product(w, x, kind) for w in weights]) / len(weights)
         moved = n * k // 2 + 4 * n * k // GROUP + 2 * rows * (k + n)
         label = f"int4 {name}"

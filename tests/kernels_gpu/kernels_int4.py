@@ -17,7 +17,11 @@ from tests.engine.assertions import assert_close
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 WAIT = has_dependent_launch(DEVICE)
-TILES = {"fma": Tile(False, 4, 1, lanes=4), "dot": Tile(True, 32, 2, 3)}
+TILES = {
+    "fma": Tile(False, 2, 4),
+    "dot": Tile(True, 2, 2),
+    "dot, two ahead": Tile(True, 4, 2, ahead=2, unroll=2),
+}
 EPILOGUES = (linear.PLAIN, linear.RESIDUAL, linear.SWIGLU)
 
 
@@ -82,40 +86,41 @@ def test_a_checkpoint_is_read_value_by_value() -> None:
     )
     with pytest.raises(ValueError, match="groups of 128"):
         int4.from_awq(torch.zeros(64, 2).int(), torch.zeros(1, 2).int(), torch.zeros(1, 16))
+    with pytest.raises(ValueError, match="24 outputs: only multiples of 16"):
+        int4.from_awq(torch.zeros(128, 3).int(), torch.zeros(1, 3).int(), torch.zeros(1, 24))
 
 
 def _first(weight: Int4Weight) -> tuple[torch.Tensor, Int4Weight]:
-    return torch.ones(1, 8 * weight.words.shape[1], device=DEVICE).half(), weight
+    return torch.ones(1, GROUP * weight.words.shape[1], device=DEVICE).half(), weight
 
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("rows", [1, 5, 9])
 def test_a_product_is_the_reference(rows: int, tile: Tile) -> None:
-    case = Case(8, 384)
+    case = Case(48, 384)
     assert_close(case.run(tile, rows), case.reference(rows), 2e-5)
 
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_epilogues_and_a_row_alone(epilogue: int, tile: Tile) -> None:
-    case = Case(8 if INTERPRETED else 1024, 128 if INTERPRETED else 2048, epilogue)
-    most = 8 if INTERPRETED else 9  # a ninth row pads the rest wider, and NumPy sums in another order then
-    whole = case.run(tile, most)
-    assert_close(whole, case.reference(most), 2e-5)
+    case = Case(48 if INTERPRETED else 1072, 256 if INTERPRETED else 2048, epilogue)
+    whole = case.run(tile, 9)
+    assert_close(whole, case.reference(9), 2e-5)
     for rows in (1, 4) if INTERPRETED else range(1, 9):
         assert torch.equal(case.run(tile, rows), whole[:rows])
 
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 def test_parts_of_k_add_up_to_the_product(tile: Tile) -> None:
-    case = Case(8, 512)
-    out = torch.empty(2, 3, 8, device=DEVICE)
+    case = Case(16, 512)
+    out = torch.empty(2, 3, 16, device=DEVICE)
     int4.launch(case.x[:3], case.weight, out, None, linear.PLAIN, replace(tile, split=2), WAIT)
     assert_close(out.sum(0), case.reference(3), 2e-5)
 
 
 def test_the_chosen_tiles_compute_the_products() -> None:
-    for n, k in [(8, 128)] if INTERPRETED else [(1024, 512), (4096, 4096)]:
+    for n, k in [(16, 128)] if INTERPRETED else [(1024, 512), (4096, 4096)]:
         case, pair = Case(n, k), Case(n, k, linear.SWIGLU)
         x = case.x[:2]
         assert_close(int4.linear(x, case.weight, x.new_empty(2, n)), case.reference(2), 1e-3)

@@ -1,11 +1,10 @@
 """Products of one to nine rows with a 4-bit weight matrix in groups of 128 (AWQ, Lin et al. 2024).
 
 A weight is (q − z)·s: q its 4 bits, z and s the zero and the scale of its group of 128 inputs. A
-checkpoint packs eight outputs into a word, [K, N/8]; a product streams inputs, so ``from_awq`` packs
-eight inputs into a word, [N, K/8], once at load. Of a group's 32 half words, nibble p of half j is its
-input 32·p + j: the same nibble of both halves of a word are two neighbours, as tensor cores take them.
-Both kernels multiply a group's q − z, which are exact, and apply its scale to the sum. Order and row
-counts are as in ``linear``.
+checkpoint packs eight outputs into a word, [K, N/8]. ``from_awq`` repacks it once, at load, so that the
+128 inputs of 16 outputs are a kilobyte in a row, in the order in which the threads of a warp multiply it:
+see ``mma`` for a thread's words. Both kernels read this order. Order of the sums and row counts are as in
+``linear``.
 """
 
 from __future__ import annotations
@@ -23,18 +22,24 @@ import triton.language as tl
 from sm70lab.kernels.gpu.capability import has_dependent_launch, has_tensor_core_dots
 from sm70lab.kernels.gpu.cases import CompileCase
 from sm70lab.kernels.gpu.launch import let_next_kernel_start, wait_for_kernels_before
-from sm70lab.kernels.gpu.linear import MAX_ROWS, PADDED_ROWS, PLAIN, RESIDUAL, SWIGLU, eighths
+from sm70lab.kernels.gpu.linear import MAX_ROWS, PLAIN, RESIDUAL, SWIGLU, eighths
+from sm70lab.kernels.gpu.mma import four_products, four_sums, high_half, low_half, unit
 
 GROUP = 128
-FEW_ROWS = 8  # the least columns of a tensor-core product
+BLOCK = 16  # outputs of a block: the rows of a tensor-core product
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a checkpoint's word holds output 8c + AWQ_ORDER[i]
 
 
 class Int4Weight(NamedTuple):
-    """A matrix of [N, K], eight inputs a word: nibble p of a group's half word j is its input 32·p + j."""
+    """A matrix of [N, K] in blocks of 16 outputs and groups of 128 inputs."""
 
-    words: torch.Tensor  # int32 [N, K/8]
-    groups: torch.Tensor  # int32 [K/128, N]: float16 scale in the low half, float16 zero in the high half
+    words: torch.Tensor  # int32 [N/16, K/128, 2, 32, 4]: inputs' half, thread, its four words
+    groups: torch.Tensor  # int32 [N/16, K/128, 8, 2]: of outputs g and g + 8, float16 scale low, zero high
+
+    @property
+    def outputs(self) -> int:
+        """N."""
+        return BLOCK * len(self.words)
 
 
 # ---------------------------------------------------------------- reference
@@ -47,20 +52,37 @@ def nibbles(words: torch.Tensor) -> torch.Tensor:
     return values.int()
 
 
+def _place(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and input, within a block and a group, of each nibble of ``words``: [2, 32, 4, 8] each."""
+    sizes = (2, 8, 4, 2, 2, 2, 2, 2)  # half, then as in ``mma``: g, q, c, h, e, p, r
+    axes = (torch.arange(n, device=device) for n in sizes)
+    half, g, q, c, h, e, p, r = torch.meshgrid(*axes, indexing="ij")
+    outputs, inputs = g + 8 * r, 64 * half + 32 * c + 8 * q + 4 * h + 2 * p + e
+    return outputs.reshape(2, 32, 4, 8), inputs.reshape(2, 32, 4, 8)
+
+
 def packed(q: torch.Tensor) -> torch.Tensor:
-    """Values 0..15 [N, K] as words [N, K/8]."""
-    shifts = torch.arange(0, 32, 4, device=q.device)
-    by_nibble = q.unflatten(-1, (-1, 4, 16, 2)).permute(0, 1, 3, 4, 2).flatten(-2)  # [N, K/128, 16, 8]
-    words = (by_nibble.long() << shifts).sum(-1)
+    """Values 0..15 [N, K] as ``Int4Weight.words``."""
+    blocks = q.unflatten(1, (-1, GROUP)).unflatten(0, (-1, BLOCK)).transpose(1, 2)  # [N/16, K/128, 16, 128]
+    by_nibble = blocks[:, :, *_place(q.device)].long()
+    words = (by_nibble << torch.arange(0, 32, 4, device=q.device)).sum(-1)
     signed: torch.Tensor = torch.where(words >= 2**31, words - 2**32, words)
-    return signed.int().flatten(-2)
+    return signed.int()
 
 
 def unpacked(words: torch.Tensor) -> torch.Tensor:
     """The reverse of ``packed``."""
-    by_nibble = nibbles(words.unflatten(-1, (-1, 16))).unflatten(-1, (2, 4))  # [N, K/128, 16, 2, 4]
-    values: torch.Tensor = by_nibble.permute(0, 1, 4, 2, 3)
-    return values.flatten(1)
+    blocks = torch.empty(*words.shape[:2], BLOCK, GROUP, dtype=torch.int32, device=words.device)
+    blocks[:, :, *_place(words.device)] = nibbles(words)
+    values: torch.Tensor = blocks.transpose(1, 2).flatten(0, 1).flatten(1)
+    return values
+
+
+def packed_groups(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Scales and zeros [N, K/128] as ``Int4Weight.groups``."""
+    pairs: torch.Tensor = torch.stack((scales.half(), zeros.half()), dim=-1).view(torch.int32)[..., 0]
+    by_block: torch.Tensor = pairs.unflatten(0, (-1, 2, 8)).permute(0, 3, 2, 1)
+    return by_block.contiguous()
 
 
 def _outputs_in_order(words: torch.Tensor) -> torch.Tensor:
@@ -73,21 +95,22 @@ def _outputs_in_order(words: torch.Tensor) -> torch.Tensor:
 def from_awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> Int4Weight:
     """Repack a checkpoint's matrix: qweight int32 [K, N/8], qzeros int32 [K/128, N/8], scales [K/128, N].
 
-    Raises ``ValueError`` for groups of another size.
+    Raises ``ValueError`` for groups of another size, and where 16 does not divide N.
     """
-    inputs, groups = qweight.shape[0], scales.shape[0]
+    inputs, (groups, outputs) = qweight.shape[0], scales.shape
     if inputs != groups * GROUP:
         raise ValueError(f"{inputs} inputs in {groups} groups: only groups of {GROUP} are supported")
-    pair = torch.stack((scales.half(), _outputs_in_order(qzeros).half()), dim=-1)
-    words = packed(_outputs_in_order(qweight).t().contiguous())
-    return Int4Weight(words, pair.contiguous().view(torch.int32).squeeze(-1))
+    if outputs % BLOCK:
+        raise ValueError(f"{outputs} outputs: only multiples of {BLOCK} are supported")
+    pairs = packed_groups(scales.t().contiguous(), _outputs_in_order(qzeros).t().contiguous())
+    return Int4Weight(packed(_outputs_in_order(qweight).t()), pairs)
 
 
 def dequantised(weight: Int4Weight) -> torch.Tensor:
     """(q − z)·s as float32 [N, K]."""
     q = unpacked(weight.words).float().unflatten(-1, (-1, GROUP))  # [N, K/128, 128]
-    pair = weight.groups.contiguous().view(torch.float16).unflatten(-1, (-1, 2)).float()
-    scales, zeros = (x.t()[..., None] for x in pair.unbind(-1))
+    pairs = weight.groups.permute(0, 3, 2, 1).flatten(0, 2).contiguous()  # [N, K/128]
+    scales, zeros = pairs.view(torch.float16).unflatten(-1, (-1, 2)).float()[..., None, :].unbind(-1)
     values: torch.Tensor = (q - zeros) * scales
     return values.flatten(-2)
 
@@ -97,161 +120,189 @@ def linear_reference(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
     return F.linear(x.float(), dequantised(weight))
 
 
+# ---------------------------------------------------------------- both kernels
+
+
+@triton.jit
+def _blocks(first, n, BLOCKS: tl.constexpr, EPILOGUE: tl.constexpr):
+    """The blocks of a program, BLOCKS from ``first``: with SwiGLU half of gate, half of up that follows it.
+
+    Blocks beyond n repeat the last: no mask in the loop.
+    """
+    PLAIN_BLOCKS: tl.constexpr = BLOCKS // 2 if EPILOGUE == 2 else BLOCKS
+    blocks = ()
+    for b in tl.static_range(BLOCKS):
+        own = tl.minimum(first + b % PLAIN_BLOCKS, n // 16 - 1)
+        blocks = blocks + (own + b // PLAIN_BLOCKS * (n // 16),)
+    return blocks
+
+
+@triton.jit
+def _store(y, up, out, residual, at, mask, EPILOGUE: tl.constexpr):
+    if EPILOGUE == 1:
+        y += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    if EPILOGUE == 2:
+        y = y / (1.0 + tl.exp(-y)) * up
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
+
+
 # ---------------------------------------------------------------- tensor cores
 
 
 @triton.jit
-def _words(pointers, mask):
-    words = tl.load(pointers, mask=mask, other=0, eviction_policy="evict_first")
-    return words.to(tl.uint32, bitcast=True)
+def _read(words, word_at, pairs, pair_at, group, BLOCKS: tl.constexpr):
+    """Of each block: two tiles of words, its scales and zeros."""
+    tiles = ()
+    for b in tl.static_range(BLOCKS):
+        for half in tl.static_range(2):
+            pointers = words + word_at[b] + (group * 256 + half * 128)
+            tiles = tiles + (tl.load(pointers, eviction_policy="evict_first"),)
+        tiles = tiles + (tl.load(pairs + pair_at[b] + group * 16),)
+    return tiles
 
 
 @triton.jit
-def _scale(group):
-    return (group & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+def _read_rows(inputs, group, row, rows, k, EIGHTS: tl.constexpr):
+    """Of each eight rows: a group's inputs in four tiles."""
+    tiles = ()
+    for eight in tl.static_range(EIGHTS):
+        for c in tl.static_range(4):
+            pointers = inputs + (eight * 8 * (k // 2) + group * 64 + c * 16)
+            tiles = tiles + (tl.load(pointers, mask=(eight * 8 + row < rows)[:, None], other=0),)
+    return tiles
 
 
 @triton.jit
-def _zero(group):
-    return (group >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-
-
-# Two half words at once: (a & b) | c is one lop3, table 0xEA. The upper nibble of a byte is left where
-# it stands, for 1024 + 16·q, and divided.
-_LOW = "lop3.b32 t, {of}, 0x000F000F, 0x64006400, 0xEA; sub.rn.f16x2 $0, t, $2;"
-_HIGH = "lop3.b32 t, {of}, 0x00F000F0, 0x64006400, 0xEA; fma.rn.f16x2 $0, t, $3, $2;"
-_NIBBLES = tl.constexpr(
-    tuple(
-        f"{{ .reg .b32 t; {first}{text.format(of=of)} }}"
-        for first, of in (("", "$1"), ("shr.u32 t, $1, 8; ", "t"))
-        for text in (_LOW, _HIGH)
-    )
-)
+def _for_both_rows(x, THREADS: tl.constexpr):
+    """[THREADS, 2] of outputs g and g + 8 → [THREADS, 4], as ``mma``'s sums are ordered."""
+    return tl.reshape(tl.broadcast_to(x[:, :, None], [THREADS, 2, 2]), [THREADS, 4])
 
 
 @triton.jit
-def _weights(halves, zero, NUMBER: tl.constexpr, PAIRED: tl.constexpr):
-    """q − z of nibble NUMBER of half words [..., 32], exact in float16; zero [..., 1] float16.
+def _add_group(
+    tiles, x, acc, BLOCKS: tl.constexpr, EIGHTS: tl.constexpr, WARPS: tl.constexpr, ASSEMBLY: tl.constexpr
+):
+    """acc + s·(Σ q·x − z·Σ x) of one group a warp, in units of ``mma.unit``."""
+    units = unit(tl.arange(0, 4))[None, :]
+    sums = ()
+    for eight in tl.static_range(EIGHTS):
+        zero = tl.zeros((32 * WARPS, 4), tl.float32)
+        ones = four_sums(x[4 * eight], x[4 * eight + 1], zero, WARPS, ASSEMBLY)
+        ones = four_sums(x[4 * eight + 2], x[4 * eight + 3], ones, WARPS, ASSEMBLY) * units
+        for b in tl.static_range(BLOCKS):
+            total = four_products(tiles[3 * b], x[4 * eight], x[4 * eight + 1], zero, WARPS, ASSEMBLY)
+            total = four_products(
+                tiles[3 * b + 1], x[4 * eight + 2], x[4 * eight + 3], total, WARPS, ASSEMBLY
+            )
+            s = _for_both_rows(low_half(tiles[3 * b + 2], ASSEMBLY), 32 * WARPS)
+            z = _for_both_rows(high_half(tiles[3 * b + 2], ASSEMBLY), 32 * WARPS)
+            sums = sums + (tl.fma(s, tl.fma(-z, ones, total), acc[eight * BLOCKS + b]),)
+    return sums
 
-    A nibble in the low bits of float16 1024 is 1024 + q. PAIRED: in assembly, which the interpreter lacks.
-    """
-    if not PAIRED:
-        bits = ((halves >> (4 * NUMBER)) & 15) | 0x6400
-        return bits.to(tl.float16, bitcast=True) - (zero + 1024.0)
-    text: tl.constexpr = _NIBBLES[NUMBER]
-    if NUMBER % 2 == 0:
-        minus = tl.broadcast_to(zero + 1024.0, halves.shape)
-        return tl.inline_asm_elementwise(text, "=r,r,r", [halves, minus], tl.float16, is_pure=True, pack=2)
-    plus = tl.broadcast_to(-64.0 - zero, halves.shape)
-    sixteenth = tl.full(halves.shape, 0.0625, tl.float16)
-    return tl.inline_asm_elementwise(
-        text, "=r,r,r,r", [halves, plus, sixteenth], tl.float16, is_pure=True, pack=2
-    )
+
+@triton.jit
+def _of_all_warps(acc, WARPS: tl.constexpr):
+    """Sums of one block: [32·WARPS, 4] → [32, 4], out of ``mma.unit``."""
+    return tl.sum(tl.reshape(acc, [WARPS, 32, 4]), axis=0) / unit(tl.arange(0, 4))[None, :]
 
 
-@triton.jit(do_not_specialize=["rows"])  # one compiled kernel for every T that is padded alike
-def _int4_dot(
+@triton.jit(do_not_specialize=["rows"])  # one compiled kernel for every T in as many eights
+def _int4_mma(
     x,
-    halves,
+    words,
     pairs,
     out,
     residual,
     rows,
     n,
-    stacked,
     k,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SLICES: tl.constexpr,
+    EIGHTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WARPS: tl.constexpr,
     SPLIT: tl.constexpr,
+    AHEAD: tl.constexpr,
+    UNROLL: tl.constexpr,
     EPILOGUE: tl.constexpr,
-    PAIRED: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """W·xᵀ: each of SLICES warps takes one of as many groups at a time, [SLICES, BLOCK_N, ROWS] sums."""
+    """W·xᵀ of BLOCKS blocks: each of WARPS warps takes one of as many groups at a time. x as int32 [T, K/2].
+
+    A warp holds AHEAD groups that are on their way from memory.
+    """
+    THREADS: tl.constexpr = 32 * WARPS
+    STORED: tl.constexpr = BLOCKS // 2 if EPILOGUE == 2 else BLOCKS
     part = tl.program_id(1)
-    row = tl.arange(0, ROWS)
-    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    live = (col < n)[None, :]
-    step = tl.arange(0, 32)[None, None, :]
+    thread = tl.arange(0, THREADS)
+    row = thread % 32 // 4
+    four = tl.arange(0, 4)
     groups = k // 128 // SPLIT
-    length = k // 128 * 32  # half words of an output
-    first = part * groups + tl.arange(0, SLICES)
-    half = halves + col.to(tl.int64)[None, :, None] * length + (first * 32)[:, None, None] + step
-    up_half = half + n.to(tl.int64) * length  # up follows gate
-    group_at = pairs + first[:, None] * stacked + col[None, :]
-    inputs = x + row[None, :, None] * k + (first * 128)[:, None, None] + step
-    given = (row < rows)[None, :, None]
+    first = part * groups + thread // 32
+    word_at = ()
+    pair_at = ()
+    blocks = _blocks(tl.program_id(0) * STORED, n, BLOCKS, EPILOGUE)
+    for b in tl.static_range(BLOCKS):
+        group = (blocks[b] * (k // 128) + first)[:, None]
+        word_at = word_at + (group.to(tl.int64) * 256 + (thread % 32 * 4)[:, None] + four[None, :],)
+        pair_at = pair_at + (group * 16 + row[:, None] * 2 + tl.arange(0, 2)[None, :],)
+    inputs = x + (row * (k // 2) + first * 64 + thread % 4 * 4)[:, None] + four[None, :]
+    acc = ()
+    for _ in tl.static_range(BLOCKS * EIGHTS):
+        acc = acc + (tl.zeros((THREADS, 4), dtype=tl.float32),)
+    tiles = ()
+    for ahead in tl.static_range(AHEAD):  # nothing writes weights: they need not wait
+        coming = tl.minimum(ahead * WARPS, groups - WARPS)
+        tiles = tiles + _read(words, word_at, pairs, pair_at, coming, BLOCKS)
     wait_for_kernels_before(PDL)
-    acc = tl.zeros((SLICES, BLOCK_N, ROWS), dtype=tl.float32)
-    acc_up = acc
-    # The scales are read a turn early: they are the only loads that the pipeline does not hold.
-    scale = tl.load(group_at, mask=live, other=0)
-    if EPILOGUE == 2:
-        scale_up = tl.load(group_at + n, mask=live, other=0)
-    for i in range(0, groups, SLICES):
-        following = group_at + tl.minimum(i + SLICES, groups - SLICES) * stacked
-        next_scale = tl.load(following, mask=live, other=0)
-        packed = tl.load(half + i * 32, mask=live[:, :, None], other=0, eviction_policy="evict_first")
-        zero = _zero(tl.load(group_at + i * stacked, mask=live, other=0))[:, :, None]
-        total = tl.zeros((SLICES, BLOCK_N, ROWS), dtype=tl.float32)
-        if EPILOGUE == 2:
-            packed_up = tl.load(
-                up_half + i * 32, mask=live[:, :, None], other=0, eviction_policy="evict_first"
-            )
-            zero_up = _zero(tl.load(group_at + i * stacked + n, mask=live, other=0))[:, :, None]
-            next_scale_up = tl.load(following + n, mask=live, other=0)
-            total_up = total
-        for p in tl.static_range(4):
-            tile = tl.trans(tl.load(inputs + i * 128 + p * 32, mask=given, other=0.0), 0, 2, 1)
-            total = tl.dot(_weights(packed, zero, p, PAIRED), tile, total)
-            if EPILOGUE == 2:
-                total_up = tl.dot(_weights(packed_up, zero_up, p, PAIRED), tile, total_up)
-        acc = tl.fma(total, tl.zeros_like(acc) + _scale(scale)[:, :, None], acc)
-        scale = next_scale
-        if EPILOGUE == 2:
-            acc_up = tl.fma(total_up, tl.zeros_like(acc) + _scale(scale_up)[:, :, None], acc_up)
-            scale_up = next_scale_up
+    tile = _read_rows(inputs, 0, row, rows, k, EIGHTS)
+    for i in tl.range(0, groups, WARPS, loop_unroll_factor=UNROLL):
+        next_tile = _read_rows(inputs, tl.minimum(i + WARPS, groups - WARPS), row, rows, k, EIGHTS)
+        coming = tl.minimum(i + AHEAD * WARPS, groups - WARPS)
+        newest = _read(words, word_at, pairs, pair_at, coming, BLOCKS)
+        acc = _add_group(tiles, tile, acc, BLOCKS, EIGHTS, WARPS, ASSEMBLY)
+        tile = next_tile
+        rest = ()
+        for j in tl.static_range(3 * BLOCKS, 3 * BLOCKS * AHEAD):
+            rest = rest + (tiles[j],)
+        tiles = rest + newest
     let_next_kernel_start(PDL)
-    y = tl.sum(acc, axis=0)
-    if EPILOGUE == 2:
-        y = y / (1.0 + tl.exp(-y)) * tl.sum(acc_up, axis=0)
-    at = (part * rows + row)[None, :] * n + col[:, None]
-    mask = (row < rows)[None, :] & (col < n)[:, None]
-    if EPILOGUE == 1:
-        y += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
+    lane = tl.arange(0, 32)
+    for eight in tl.static_range(EIGHTS):
+        for b in tl.static_range(STORED):
+            y = _of_all_warps(acc[eight * BLOCKS + b], WARPS)
+            up = _of_all_warps(acc[eight * BLOCKS + b + BLOCKS - STORED], WARPS)
+            to = (8 * eight + lane % 4 * 2)[:, None] + (four % 2)[None, :]
+            col = ((tl.program_id(0) * STORED + b) * 16 + lane // 4)[:, None] + (four // 2 * 8)[None, :]
+            mask = (to < rows) & (col < n)
+            _store(y, up, out, residual, (part * rows + to) * n + col, mask, EPILOGUE)
 
 
 # ---------------------------------------------------------------- plain multiply and add
 
 
 @triton.jit
-def _four(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """x [ROWS, 4·COLUMNS]: its columns 0, 4, 8, …, its columns 1, 5, … and so on: one load of a thread."""
-    even, odd = tl.split(tl.reshape(x, [ROWS, COLUMNS, 2, 2]))
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def _products(x, words, zero, total, number):
-    """total + Σ_j x_j·(q_j − z) over the ``number``-th nibbles of the eight halves of four words, in order.
+def _weights(word, scale, zero):
+    """(q − z)·s of a word's nibbles, exact: of outputs g and of g + 8, four inputs each, in order.
 
     A nibble in the low bits of float32 2²³ is 2²³ + q, and ``zero`` is 2²³ + z.
     """
-    for j in tl.static_range(8):
-        bits = ((words[j // 2] >> (4 * number + 16 * (j % 2))) & 15) | 0x4B000000
-        total = tl.fma(x[j], bits.to(tl.float32, bitcast=True) - zero, total)
-    return total
+    low = ()
+    high = ()
+    for j in tl.static_range(4):  # input 2·p + e is nibble 4·e + 2·p + r
+        bits = word >> (16 * (j % 2) + 8 * (j // 2))
+        q = ((bits & 15) | 0x4B000000).to(tl.float32, bitcast=True)
+        low = low + ((q - zero[0]) * scale[0],)
+        q = (((bits >> 4) & 15) | 0x4B000000).to(tl.float32, bitcast=True)
+        high = high + ((q - zero[1]) * scale[1],)
+    return low, high
 
 
 @triton.jit
-def _scaled(pairs, mask):
-    """Scale and 2²³ + zero of groups."""
-    pair = tl.load(pairs, mask=mask, other=0)
-    return _scale(pair), _zero(pair).to(tl.float32) + 8388608.0
+def _add_eight(x, w, acc, THREADS: tl.constexpr):
+    """acc + Σ x_j·w_j for j = 0..7, in that order: x [THREADS, 1], w and acc [THREADS]."""
+    for j in tl.static_range(8):
+        acc = tl.fma(tl.reshape(x[j], [THREADS]), w[j], acc)
+    return acc
 
 
 @triton.jit
@@ -262,78 +313,63 @@ def _int4_fma(
     out,
     residual,
     n,
-    stacked,
     k,
     ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LANES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WARPS: tl.constexpr,
     SPLIT: tl.constexpr,
     EPILOGUE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A lane takes four words, a quarter of a group, of each of BLOCK_N outputs at a time."""
+    """As ``_int4_mma``, each thread multiplying its own words: x float16 [T, K]."""
+    THREADS: tl.constexpr = 32 * WARPS
+    STORED: tl.constexpr = BLOCKS // 2 if EPILOGUE == 2 else BLOCKS
     part = tl.program_id(1)
-    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    thread = tl.arange(0, THREADS)
     span = k // 32 // SPLIT  # quarters of groups
     let_next_kernel_start(PDL)
     wait_for_kernels_before(PDL)
+    blocks = _blocks(tl.program_id(0) * STORED, n, BLOCKS, EPILOGUE)
     acc = ()
-    for _ in tl.static_range(ROWS):
-        acc = acc + (tl.zeros((BLOCK_N, LANES), dtype=tl.float32),)
-    acc_up = acc
-    for begin in range(0, span, LANES):
-        lane = begin + tl.arange(0, LANES)
-        word = begin * 4 + tl.arange(0, 4 * LANES)
-        left = (word < span * 4)[None, :]
-        word_mask = (col < n)[:, None] & left
-        mask = (col < n)[:, None] & (lane < span)[None, :]
-        lane += part * span
-        word += part * span * 4
-        group = (lane // 4)[None, :] * stacked + col[:, None]
-        word_at = words + col.to(tl.int64)[:, None] * (k // 8) + word[None, :]
-        scale, zero = _scaled(pairs + group, mask)
-        w = _four(_words(word_at, word_mask), BLOCK_N, LANES)
-        if EPILOGUE == 2:
-            scale_up, zero_up = _scaled(pairs + group + n, mask)
-            up = _four(_words(word_at + n.to(tl.int64) * (k // 8), word_mask), BLOCK_N, LANES)
-        totals = ()
-        for _ in tl.static_range(ROWS):
-            totals = totals + (tl.zeros((BLOCK_N, LANES), dtype=tl.float32),)
-        totals_up = totals
-        half = begin * 8 + tl.arange(0, 8 * LANES)
-        given = (half < span * 8)[None, :]
-        half += part * span * 8
-        inputs = x + (half // 32 * 128 + half % 32)[None, :]
-        for i in range(4):  # a loop in the kernel too: unrolled, nine rows take all registers
-            sums = ()
-            sums_up = ()
-            for t in tl.static_range(ROWS):
-                tile = eighths(tl.load(inputs + t * k + i * 32, mask=given, other=0.0), 1, LANES)
-                sums = sums + (_products(tile, w, zero, totals[t], i),)
-                if EPILOGUE == 2:
-                    sums_up = sums_up + (_products(tile, up, zero_up, totals_up[t], i),)
-                else:
-                    sums_up = sums_up + (totals_up[t],)
-            totals = sums
-            totals_up = sums_up
+    for _ in tl.static_range(2 * BLOCKS * ROWS):
+        acc = acc + (tl.zeros((THREADS,), dtype=tl.float32),)
+    # One warp takes one quarter of a group, 32 inputs, at a time.
+    for i in range(0, span, WARPS):
+        quarter = part * span + tl.minimum(i + thread // 32, span - 1)
+        live = i + thread // 32 < span
+        group = quarter // 4
+        weights = ()
+        for b in tl.static_range(BLOCKS):
+            place = blocks[b] * (k // 128) + group
+            pair = tl.load(pairs + (place * 16 + thread % 32 // 4 * 2)[:, None] + tl.arange(0, 2)[None, :])
+            scale = tl.split(tl.where(live[:, None], low_half(pair, False), 0.0))
+            zero = tl.split(high_half(pair, False) + 8388608.0)
+            at = place.to(tl.int64) * 256 + quarter % 4 // 2 * 128 + thread % 32 * 4 + quarter % 2 * 2
+            first, second = tl.split(tl.load(words + at[:, None] + tl.arange(0, 2)[None, :]))
+            a_low, a_high = _weights(first, scale, zero)
+            b_low, b_high = _weights(second, scale, zero)
+            weights = weights + (a_low + b_low, a_high + b_high)
+        inputs = x + (quarter * 32 + thread % 4 * 8)[:, None] + tl.arange(0, 8)[None, :]
         sums = ()
-        sums_up = ()
         for t in tl.static_range(ROWS):
-            sums = sums + (tl.fma(totals[t], scale, acc[t]),)
-            if EPILOGUE == 2:
-                sums_up = sums_up + (tl.fma(totals_up[t], scale_up, acc_up[t]),)
-            else:
-                sums_up = sums_up + (acc_up[t],)
+            tile = eighths(tl.load(inputs + t * k), THREADS, 1)
+            for b in tl.static_range(2 * BLOCKS):
+                sums = sums + (_add_eight(tile, weights[b], acc[2 * BLOCKS * t + b], THREADS),)
         acc = sums
-        acc_up = sums_up
     for t in tl.static_range(ROWS):
-        y = tl.sum(acc[t], axis=1)
-        if EPILOGUE == 2:
-            y = y / (1.0 + tl.exp(-y)) * tl.sum(acc_up[t], axis=1)
-        at = (part * ROWS + t) * n + col
-        if EPILOGUE == 1:
-            y += tl.load(residual + at, mask=col < n, other=0.0).to(tl.float32)
-        tl.store(out + at, y.to(out.dtype.element_ty), mask=col < n)
+        for b in tl.static_range(STORED):
+            y = _of_threads(acc, 2 * (BLOCKS * t + b), WARPS)
+            up = _of_threads(acc, 2 * (BLOCKS * t + b + BLOCKS - STORED), WARPS)
+            block = (tl.program_id(0) * STORED + b) * 16
+            col = block + tl.arange(0, 8)[:, None] + tl.arange(0, 2)[None, :] * 8
+            _store(y, up, out, residual, (part * ROWS + t) * n + col, col < n, EPILOGUE)
+
+
+@triton.jit
+def _of_threads(acc, at: tl.constexpr, WARPS: tl.constexpr):
+    """Sums of one block and row: outputs g and g + 8, [8, 2]."""
+    both = tl.reshape(tl.join(acc[at], acc[at + 1]), [WARPS, 8, 4, 2])
+    return tl.sum(tl.sum(both, axis=2), axis=0)
 
 
 # ---------------------------------------------------------------- tiles and launches
@@ -341,29 +377,30 @@ def _int4_fma(
 
 @dataclass(frozen=True)
 class Tile:
-    """How a product is cut: ``dot`` chooses the kernel; ``lanes`` are of the other one.
+    """How a product is cut: ``dot`` chooses the kernel; ``ahead`` and ``unroll`` are of it alone.
 
-    Of ``dot``, ``num_warps`` is the most slices of K side by side: fewer where they don't divide it.
+    Of ``dot``, ``warps`` is the most groups side by side: fewer where they don't divide a part of K.
     """
 
     dot: bool
-    block_n: int
-    num_warps: int
-    num_stages: int = 1
-    lanes: int = 0
+    blocks: int  # of 16 outputs
+    warps: int
+    ahead: int = 1
+    unroll: int = 1
     split: int = 1
+    registers: int | None = None  # of a thread: left alone, ptxas takes few enough to spill
 
-    def slices(self, k: int) -> int:
-        """Groups that a program of ``dot`` takes at a time: a power of two that divides its part of K."""
-        return math.gcd(self.num_warps, k // GROUP // self.split)
+    def side_by_side(self, k: int) -> int:
+        """Groups that a program of ``dot`` takes at a time."""
+        return math.gcd(self.warps, k // GROUP // self.split)
 
 
 # Measured on one H200 at the 27B shape, five rows.
-DOT = Tile(True, 64, 2, 3)
-DOT_NARROW = Tile(True, 64, 2, 3, split=4)
-DOT_SWIGLU = Tile(True, 32, 2, 3)
-FMA = Tile(False, 4, 2, lanes=64)
-FMA_SWIGLU = Tile(False, 2, 2, lanes=64)
+DOT = Tile(True, 2, 4, ahead=2, unroll=2)
+DOT_NARROW = Tile(True, 2, 2, ahead=2, unroll=2, split=4)
+DOT_SWIGLU = Tile(True, 2, 2, registers=96)
+FMA = Tile(False, 1, 4)
+FMA_SWIGLU = Tile(False, 2, 4)
 
 
 def choose(n: int, k: int, device: torch.device, swiglu: bool = False, parts: bool = False) -> Tile:
@@ -388,29 +425,31 @@ def launch(
     rows, k = x.shape
     n = out.shape[-1]
     stacked = 2 * n if epilogue == SWIGLU else n
+    wanted = (stacked // BLOCK, k // GROUP, 2, 32, 4)
     if (
         not 1 <= rows <= MAX_ROWS
-        or tuple(weight.words.shape) != (stacked, k // 8)
+        or n % BLOCK
+        or tuple(weight.words.shape) != wanted
         or k % (GROUP * tile.split)
     ):
         raise ValueError(
             f"rows {tuple(x.shape)} with words {tuple(weight.words.shape)}: 1 to {MAX_ROWS} rows of a "
-            f"multiple of {GROUP * tile.split} values, and words {(stacked, k // 8)}"
+            f"multiple of {GROUP * tile.split} values, and words {wanted}"
         )
-    options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    options |= {"launch_pdl": True} if pdl else {}
-    words, groups = weight
-    rest = (groups, out, out if residual is None else residual)
-    grid = (triton.cdiv(n, tile.block_n), tile.split)
+    if not x.is_contiguous() or x.dtype != torch.float16:
+        raise ValueError("a product with 4-bit weights takes contiguous float16 rows")
+    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    stored = tile.blocks // 2 if epilogue == SWIGLU else tile.blocks
+    grid = (triton.cdiv(n // BLOCK, stored), tile.split)
+    rest = (*weight, out, out if residual is None else residual)
     if tile.dot:
-        padded = FEW_ROWS if rows <= FEW_ROWS else PADDED_ROWS
-        slices = options["num_warps"] = tile.slices(k)
-        paired = x.device.type == "cuda"
-        sizes = (padded, tile.block_n, slices, tile.split, epilogue, paired, pdl)
-        _int4_dot[grid](x, words.view(torch.int16), *rest, rows, n, stacked, k, *sizes, **options)
+        warps, assembly = tile.side_by_side(k), x.device.type == "cuda"
+        sizes = (triton.cdiv(rows, 8), tile.blocks, warps, tile.split, tile.ahead, tile.unroll, epilogue)
+        options |= {"num_warps": warps, "num_stages": 1, "maxnreg": tile.registers if rows <= 8 else None}
+        _int4_mma[grid](x.view(torch.int32), *rest, rows, n, k, *sizes, assembly, pdl, **options)
     else:
-        sizes = (rows, tile.block_n, tile.lanes, tile.split, epilogue, pdl)
-        _int4_fma[grid](x, words, *rest, n, stacked, k, *sizes, **options)
+        sizes = (rows, tile.blocks, tile.warps, tile.split, epilogue)
+        _int4_fma[grid](x, *rest, n, k, *sizes, pdl, num_warps=tile.warps, num_stages=1, **options)
 
 
 def linear(
@@ -446,18 +485,16 @@ def swiglu(x: torch.Tensor, gate_up: Int4Weight, out: torch.Tensor) -> torch.Ten
 
 def compile_cases() -> Iterator[CompileCase]:
     """Every tile of the plain kernel with every number of rows. A V100 launches no dots."""
-    names = {"x": "*fp16", "words": "*i32", "pairs": "*i32", "residual": "*fp16"}
-    signature = names | {"n": "i32", "stacked": "i32", "k": "i32"}
+    signature = {"x": "*fp16", "words": "*i32", "pairs": "*i32", "residual": "*fp16", "n": "i32", "k": "i32"}
     for tile, epilogues in ((FMA, (PLAIN, RESIDUAL)), (FMA_SWIGLU, (SWIGLU,))):
         for rows in range(1, MAX_ROWS + 1):
             for epilogue in epilogues:
                 for out in ("*fp16", "*fp32") if epilogue == PLAIN else ("*fp16",):
                     constexprs = {
-                        "ROWS": rows, "BLOCK_N": tile.block_n, "LANES": tile.lanes,
+                        "ROWS": rows, "BLOCKS": tile.blocks, "WARPS": tile.warps,
                         "SPLIT": tile.split, "EPILOGUE": epilogue, "PDL": False,
                     }  # fmt: skip
                     label = f"int4{('', ' + residual', ' swiglu')[epilogue]}, {rows} rows → {out[1:]}"
                     yield CompileCase(
-                        _int4_fma, signature | {"out": out}, constexprs, tile.num_warps, 1, label,
-                        ("n", "stacked", "k"),
-                    )  # fmt: skip
+                        _int4_fma, signature | {"out": out}, constexprs, tile.warps, 1, label, ("n", "k")
+                    )

@@ -23,7 +23,9 @@ Weight = LayerWeight | Int8Weight  # 8 bits are the draft head's
 
 def outputs(weight: Weight) -> int:
     """Rows of the matrix: N of [N, K]."""
-    return len(weight if isinstance(weight, torch.Tensor) else weight[0])
+    if isinstance(weight, Int4Weight):
+        return weight.outputs
+    return len(weight if isinstance(weight, torch.Tensor) else weight.codes)
 
 
 def weight_bytes(weight: Weight) -> int:

@@ -139,8 +139,9 @@ def main() -> None:
     attended = [attention_times(rows, context, *shape) for context in CONTEXTS for rows in ROWS]
     sampled = [sampling_times(rows) for rows in ROWS]
     name = torch.cuda.get_device_name()
+    words = f"{options.heads} heads, {options.kv_heads} of keys and values, {options.dim} dimensions"
     table = Table(
-        "context", "rows", "µs", "GB/s", "plain FMA µs", "torch µs", title=f"attention {shape}, {name}"
+        "context", "rows", "µs", "GB/s", "plain FMA µs", "torch µs", title=f"attention, {words}, {name}"
     )
     for found in attended:
         speed = found["bytes"] / found["us"] / 1000
@@ -157,7 +158,7 @@ def main() -> None:
     console.print(other)
     if options.out:
         options.out.write_text(
-            json.dumps({"device": name, "attention": attended, "sampling": sampled}, indent=1)
+            json.dumps({"device": name, "shape": words, "attention": attended, "sampling": sampled}, indent=1)
         )
 
 

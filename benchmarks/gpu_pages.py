@@ -1,6 +1,6 @@
 """The pages of the GPU benchmarks, from the JSON that they wrote.
 
-    python -m benchmarks.gpu_pages --decode FILE.json --kernels FILE.json [--docs docs]
+    python -m benchmarks.gpu_pages --decode FILE.json --kernels FILE.json --attention FILE.json [--docs docs]
 
 Writes the tables between the marks of ``decode-gpu.md`` and ``kernels.md``; the words around them stay.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-BEGIN = "<!-- printed by: python -m benchmarks.gpu_pages -->"
+BEGIN = "<!-- printed by: python -m benchmarks.gpu_pages --{option} -->"
 END = "<!-- end -->"
 DETAILED = (  # shape, weights, route: whose operations are shown
     ("9b", "fp16", "no drafts"),
@@ -89,11 +89,34 @@ def kernel_table(run: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def write(page: Path, lines: Iterator[str]) -> None:
-    """Put the lines between the marks. Raises ``ValueError`` for a page without them."""
+def attention_tables(run: dict[str, Any]) -> Iterator[str]:
+    """Attention beside PyTorch's, then what follows the head."""
+    yield f"{run['device']}, {run['shape']}:"
+    yield ""
+    yield "| context | rows | µs | TB/s of keys and values | plain kernel, µs | torch attention alone, µs |"
+    yield "|---|---|---|---|---|---|"
+    for line in run["attention"]:
+        rate = line["bytes"] / line["us"] / 1e6
+        yield (
+            f"| {line['context']:,} | {line['rows']} | {line['us']:.1f} | {rate:.2f} | {line['fma_us']:.1f} "
+            f"| {line['sdpa_us']:.1f} |"
+        )
+    yield ""
+    yield "From logits over 248,320 ids to committed tokens:"
+    yield ""
+    yield "| rows | µs | TB/s of logits | torch.topk alone, µs |"
+    yield "|---|---|---|---|"
+    for line in run["sampling"]:
+        rate = line["bytes"] / line["us"] / 1e6
+        yield f"| {line['rows']} | {line['us']:.1f} | {rate:.2f} | {line['topk_us']:.1f} |"
+
+
+def write(page: Path, option: str, lines: Iterator[str]) -> None:
+    """Put the lines between an option's marks. Raises ``ValueError`` for a page without them."""
     text = page.read_text(encoding="utf-8")
-    body = "\n".join([BEGIN, "", *lines, "", END])
-    changed, count = re.subn(re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: body, text, flags=re.DOTALL)
+    begin = BEGIN.format(option=option)
+    body = "\n".join([begin, "", *lines, "", END])
+    changed, count = re.subn(re.escape(begin) + ".*?" + re.escape(END), lambda _: body, text, flags=re.DOTALL)
     if count != 1:
         raise ValueError(f"{page}: {count} places for a table, and one is wanted")
     page.write_text(changed, encoding="utf-8")
@@ -103,14 +126,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--decode", type=Path, help="what benchmarks.decode_gpu wrote")
     parser.add_argument("--kernels", type=Path, help="what benchmarks.kernels_gpu wrote")
+    parser.add_argument("--attention", type=Path, help="what benchmarks.attention_gpu wrote")
     parser.add_argument("--docs", type=Path, default=Path("docs"))
     options = parser.parse_args()
-    for given, page, tables in (
-        (options.decode, "decode-gpu.md", decode_tables),
-        (options.kernels, "kernels.md", kernel_table),
+    for option, page, tables in (
+        ("decode", "decode-gpu.md", decode_tables),
+        ("kernels", "kernels.md", kernel_table),
+        ("attention", "kernels.md", attention_tables),
     ):
-        if given:
-            write(options.docs / page, tables(json.loads(given.read_text(encoding="utf-8"))))
+        if given := getattr(options, option):
+            write(options.docs / page, option, tables(json.loads(given.read_text(encoding="utf-8"))))
 
 
 if __name__ == "__main__":

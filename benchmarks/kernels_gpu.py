@@ -5,7 +5,8 @@
 Each time is the median over replays of one CUDA graph that holds many calls, each with the next of as
 many copies of its weights or states as fill 3 GB, so that they stream as they do in a model. GB/s counts
 the bytes that the operation must read and write; its floor is their time at the faster of the two
-ceilings measured first. Peers: torch (cuBLAS), and flash-linear-attention where it is installed.
+ceilings measured first. Prompts are timed as they run, launches and all. Peers: torch (cuBLAS), and
+flash-linear-attention where it is installed.
 """
 
 from __future__ import annotations
@@ -22,17 +23,21 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import triton
+import triton.testing
 from rich.console import Console
 from rich.table import Table
 
+from sm70lab.kernels.gated_delta import gated_delta_chunk, l2_normalise
 from sm70lab.kernels.gpu import gdn, int4, linear, norm
 from sm70lab.kernels.gpu.gdn import GDNPools, GDNWeights, Heads, Place
+from sm70lab.kernels.gpu.gdn_prefill import gated_delta_prefill
 from sm70lab.kernels.gpu.int4 import BLOCK, GROUP, Int4Weight, packed_groups
 
 DEVICE = torch.device("cuda")
 HIDDEN, INNER, VOCABULARY, LAYERS = 4096, 12288, 248320, 32
 HEADS = Heads(16, 32, 128, 128)
 ATTENTION_IN = 10240  # q with its gate, k and v: 16 heads and 4 key heads of 256
+PROMPTS = (64, 500, 1500, 8000)  # tokens
 STREAM = 3 * 2**30  # bytes that the calls of one graph go through
 EPS = 1e-6
 
@@ -291,6 +296,46 @@ def fla_recurrence(batch: int, rows: int, layers: list[tuple[GDNWeights, GDNPool
         return seconds(calls) / len(calls)
 
 
+def prompts() -> Iterator[Measured]:
+    """The gated delta rule of one layer over a prompt: beside PyTorch's chunks, and fla's in float16."""
+    heads, k, v = HEADS.value_heads, HEADS.key_dim, HEADS.value_dim
+    shape = f"{heads} heads of {k}×{v}"
+    state = torch.randn(1, heads, k, v, device=DEVICE)
+    for tokens in PROMPTS:
+        q, keys, values = (torch.randn(1, tokens, heads, size, device=DEVICE) for size in (k, k, v))
+        g = -torch.rand(1, tokens, heads, device=DEVICE)
+        data = (l2_normalise(q) * k**-0.5, l2_normalise(keys), values, g, g.sigmoid(), state)
+        with torch.inference_mode():
+            own = microseconds(partial(gated_delta_prefill, *data))
+            torchs = microseconds(partial(gated_delta_chunk, *data))
+            moved = 4 * (heads * tokens * (2 * k + 2 * v + 2) + 2 * state.numel())
+            yield Measured("GDN prompt", shape, tokens, moved, own, "torch chunks", torchs)
+            if importlib.util.find_spec("fla") is not None:
+                peer = microseconds(fla_prompt(*data))
+                yield Measured("GDN prompt", shape, tokens, moved, own, "fla chunks, float16", peer)
+
+
+def microseconds(call: Call) -> float:
+    """Median time of a call, launches and all."""
+    return float(triton.testing.do_bench(call, warmup=5, rep=50, return_mode="median")) * 1e3
+
+
+def fla_prompt(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> Call:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return partial(
+        chunk_gated_delta_rule, q.half(), k.half(), v.half(), g, beta, scale=1.0, initial_state=state,
+        output_final_state=True,
+    )  # fmt: skip
+
+
 # ---------------------------------------------------------------- norms
 
 
@@ -353,6 +398,7 @@ def main() -> None:
         lines += products(memory, rows)
     for rows in options.rows:
         lines += [*int4_products(memory, rows), *gdn_rounds(rows), *norms(rows)]
+    lines += prompts()
     show(console, lines, ceiling)
     if options.out:
         record = {

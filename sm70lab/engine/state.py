@@ -65,7 +65,7 @@ def run_rows(
         outputs, held = kind.round(held, slots, ssm_accepted, rows, arithmetic)
         return outputs, [conv_rows, *held]
     start = kind.committed(held, slots, ssm_accepted, rows.q.dtype, arithmetic)
-    outputs, final = gated_delta.gated_delta_chunk(*rows, start)
+    outputs, final = gated_delta.prefill(*rows, start)
     window = conv_rows[:, rows.q.shape[1] :]
     new_conv = window.new_zeros(len(window), *old_conv.shape[1:])
     first = kind.accepted_when_whole

@@ -112,6 +112,23 @@ def gated_delta_chunk(
     return torch.cat(outputs, 2)[:, :, :tokens].transpose(1, 2), s
 
 
+def prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``gated_delta_chunk``, in Triton where its kernels are for it: on GPUs with tensor cores."""
+    if q.is_cuda:
+        from sm70lab.kernels.gpu import gdn_prefill  # imports Triton
+
+        if gdn_prefill.takes(q, v) and state.dtype == torch.float32:
+            return gdn_prefill.gated_delta_prefill(q, k, v, g, beta, state)
+    return gated_delta_chunk(q, k, v, g, beta, state)
+
+
 # The twin that an arithmetic asks for.
 
 

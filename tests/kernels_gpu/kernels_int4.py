@@ -10,13 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from sm70lab.kernels.gpu import int4, linear
-from sm70lab.kernels.gpu.capability import has_dependent_launch
 from sm70lab.kernels.gpu.int4 import AWQ_ORDER, GROUP, Int4Weight, Tile
 from tests.engine.assertions import assert_close
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-WAIT = has_dependent_launch(DEVICE)
 TILES = {
     "fma": Tile(False, 2, 4),
     "dot": Tile(True, 2, 2),
@@ -65,7 +63,7 @@ class Case:
     def run(self, tile: Tile, rows: int) -> torch.Tensor:
         out = torch.empty(rows, self.n, device=DEVICE)
         residual = self.residual[:rows] if self.epilogue == linear.RESIDUAL else None
-        int4.launch(self.x[:rows], self.weight, out, residual, self.epilogue, tile, WAIT)
+        int4.launch(self.x[:rows], self.weight, out, residual, self.epilogue, tile)
         return out
 
     def reference(self, rows: int) -> torch.Tensor:
@@ -115,7 +113,7 @@ def test_epilogues_and_a_row_alone(epilogue: int, tile: Tile) -> None:
 def test_parts_of_k_add_up_to_the_product(tile: Tile) -> None:
     case = Case(16, 512)
     out = torch.empty(2, 3, 16, device=DEVICE)
-    int4.launch(case.x[:3], case.weight, out, None, linear.PLAIN, replace(tile, split=2), WAIT)
+    int4.launch(case.x[:3], case.weight, out, None, linear.PLAIN, replace(tile, split=2))
     assert_close(out.sum(0), case.reference(3), 2e-5)
 
 

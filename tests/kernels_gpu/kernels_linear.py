@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from sm70lab.kernels.gpu import linear
-from sm70lab.kernels.gpu.capability import has_dependent_launch
 from sm70lab.kernels.gpu.linear import Tile
 from tests.engine.assertions import assert_close
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-WAIT = has_dependent_launch(DEVICE)
 TILES = {
     "fma": Tile(False, 8, 64, 1),
     "dot": Tile(True, 16, 64, 2, 3),
@@ -42,7 +40,7 @@ class Case:
         out = torch.empty(rows, self.n, dtype=dtype, device=DEVICE)
         beside = self.residual[:rows] if self.epilogue == linear.RESIDUAL else None
         beside = self.scale if self.epilogue == linear.SCALED else beside
-        linear.launch(self.x[:rows], self.weight, out, beside, self.epilogue, tile, WAIT)
+        linear.launch(self.x[:rows], self.weight, out, beside, self.epilogue, tile)
         return out
 
     def reference(self, rows: int) -> torch.Tensor:
@@ -84,7 +82,7 @@ def test_a_row_has_the_bits_that_it_has_alone(n: int, k: int, epilogue: int, til
 def test_parts_of_k_add_up_to_the_product(tile: Tile) -> None:
     case = Case(19, 256)
     out = torch.empty(2, 3, 19, device=DEVICE)
-    linear.launch(case.x[:3], case.weight, out, None, linear.PLAIN, replace(tile, split=2), WAIT)
+    linear.launch(case.x[:3], case.weight, out, None, linear.PLAIN, replace(tile, split=2))
     assert_close(out, linear.linear_parts_reference(case.x[:3], case.weight, 2), 1e-5)
 
 
@@ -137,7 +135,7 @@ def test_float32_keeps_its_precision() -> None:
     out = linear.linear(x, weight, torch.empty(2, 19, device=DEVICE))
     assert_close(out, linear.linear_reference(x, weight), 1e-6)
     with pytest.raises(ValueError, match="float16 rows"):
-        linear.launch(x, weight, out, None, linear.PLAIN, TILES["dot"], WAIT)
+        linear.launch(x, weight, out, None, linear.PLAIN, TILES["dot"])
 
 
 def test_products_that_do_not_fit_are_refused() -> None:

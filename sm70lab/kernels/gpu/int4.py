@@ -19,10 +19,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from sm70lab.kernels.gpu.capability import has_dependent_launch, has_tensor_core_dots
+from sm70lab.kernels.gpu.capability import has_tensor_core_dots
 from sm70lab.kernels.gpu.cases import CompileCase
-from sm70lab.kernels.gpu.launch import let_next_kernel_start, wait_for_kernels_before
-from sm70lab.kernels.gpu.linear import MAX_ROWS, PLAIN, RESIDUAL, SWIGLU, eighths
+from sm70lab.kernels.gpu.launch import launch_options, let_next_kernel_start, wait_for_kernels_before
+from sm70lab.kernels.gpu.linear import MAX_ROWS, PLAIN, RESIDUAL, SWIGLU, eighths, store_product
 from sm70lab.kernels.gpu.mma import four_products, four_sums, high_half, low_half, unit
 
 GROUP = 128
@@ -135,15 +135,6 @@ def _blocks(first, n, BLOCKS: tl.constexpr, EPILOGUE: tl.constexpr):
         own = tl.minimum(first + b % PLAIN_BLOCKS, n // 16 - 1)
         blocks = blocks + (own + b // PLAIN_BLOCKS * (n // 16),)
     return blocks
-
-
-@triton.jit
-def _store(y, up, out, residual, at, mask, EPILOGUE: tl.constexpr):
-    if EPILOGUE == 1:
-        y += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    if EPILOGUE == 2:
-        y = y / (1.0 + tl.exp(-y)) * up
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
 # ---------------------------------------------------------------- tensor cores
@@ -274,7 +265,7 @@ def _int4_mma(
             to = (8 * eight + lane % 4 * 2)[:, None] + (four % 2)[None, :]
             col = ((tl.program_id(0) * STORED + b) * 16 + lane // 4)[:, None] + (four // 2 * 8)[None, :]
             mask = (to < rows) & (col < n)
-            _store(y, up, out, residual, (part * rows + to) * n + col, mask, EPILOGUE)
+            store_product(y, up, out, residual, (part * rows + to) * n + col, col, mask, EPILOGUE)
 
 
 # ---------------------------------------------------------------- plain multiply and add
@@ -362,7 +353,7 @@ def _int4_fma(
             up = _of_threads(acc, 2 * (BLOCKS * t + b + BLOCKS - STORED), WARPS)
             block = (tl.program_id(0) * STORED + b) * 16
             col = block + tl.arange(0, 8)[:, None] + tl.arange(0, 2)[None, :] * 8
-            _store(y, up, out, residual, (part * ROWS + t) * n + col, col < n, EPILOGUE)
+            store_product(y, up, out, residual, (part * ROWS + t) * n + col, col, col < n, EPILOGUE)
 
 
 @triton.jit
@@ -419,7 +410,6 @@ def launch(
     residual: torch.Tensor | None,
     epilogue: int,
     tile: Tile,
-    pdl: bool,
 ) -> None:
     """One product with a given tile; ``out`` [T, n], or [split, T, n]."""
     rows, k = x.shape
@@ -438,18 +428,18 @@ def launch(
         )
     if not x.is_contiguous() or x.dtype != torch.float16:
         raise ValueError("a product with 4-bit weights takes contiguous float16 rows")
-    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    options: dict[str, Any] = {"num_stages": 1} | launch_options(x.device)
     stored = tile.blocks // 2 if epilogue == SWIGLU else tile.blocks
     grid = (triton.cdiv(n // BLOCK, stored), tile.split)
     rest = (*weight, out, out if residual is None else residual)
     if tile.dot:
         warps, assembly = tile.side_by_side(k), x.device.type == "cuda"
         sizes = (triton.cdiv(rows, 8), tile.blocks, warps, tile.split, tile.ahead, tile.unroll, epilogue)
-        options |= {"num_warps": warps, "num_stages": 1, "maxnreg": tile.registers if rows <= 8 else None}
-        _int4_mma[grid](x.view(torch.int32), *rest, rows, n, k, *sizes, assembly, pdl, **options)
+        options |= {"num_warps": warps, "maxnreg": tile.registers if rows <= 8 else None}
+        _int4_mma[grid](x.view(torch.int32), *rest, rows, n, k, *sizes, assembly, **options)
     else:
         sizes = (rows, tile.blocks, tile.warps, tile.split, epilogue)
-        _int4_fma[grid](x, *rest, n, k, *sizes, pdl, num_warps=tile.warps, num_stages=1, **options)
+        _int4_fma[grid](x, *rest, n, k, *sizes, num_warps=tile.warps, **options)
 
 
 def linear(
@@ -458,7 +448,7 @@ def linear(
     """x·Wᵀ (+ residual) into ``out`` [T, N]; x [T, K] float16."""
     tile = choose(out.shape[-1], x.shape[1], x.device)
     epilogue = PLAIN if residual is None else RESIDUAL
-    launch(x, weight, out, residual, epilogue, tile, has_dependent_launch(x.device))
+    launch(x, weight, out, residual, epilogue, tile)
     return out
 
 
@@ -472,14 +462,14 @@ def linear_parts(x: torch.Tensor, weight: Int4Weight, out: torch.Tensor) -> torc
     tile = choose(out.shape[-1], x.shape[1], x.device, parts=True)
     if len(out) != tile.split:
         raise ValueError(f"{len(out)} parts of a product that is made in {tile.split}")
-    launch(x, weight, out, None, PLAIN, tile, has_dependent_launch(x.device))
+    launch(x, weight, out, None, PLAIN, tile)
     return out
 
 
 def swiglu(x: torch.Tensor, gate_up: Int4Weight, out: torch.Tensor) -> torch.Tensor:
     """silu(x·gateᵀ) ⊙ x·upᵀ into ``out`` [T, inner]; gate and up stacked in ``gate_up``."""
     tile = choose(out.shape[-1], x.shape[1], x.device, swiglu=True)
-    launch(x, gate_up, out, None, SWIGLU, tile, has_dependent_launch(x.device))
+    launch(x, gate_up, out, None, SWIGLU, tile)
     return out
 
 

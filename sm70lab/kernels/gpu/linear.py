@@ -22,9 +22,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from sm70lab.kernels.gpu.capability import has_dependent_launch, has_tensor_core_dots, shared_memory
+from sm70lab.kernels.gpu.capability import has_tensor_core_dots, shared_memory
 from sm70lab.kernels.gpu.cases import CompileCase
-from sm70lab.kernels.gpu.launch import let_next_kernel_start, wait_for_kernels_before
+from sm70lab.kernels.gpu.launch import launch_options, let_next_kernel_start, wait_for_kernels_before
 
 MAX_ROWS = 9
 PADDED_ROWS = 16  # of a tensor-core operand
@@ -57,6 +57,21 @@ def swiglu_reference(x: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     """silu(x·gateᵀ) ⊙ x·upᵀ in float32: gate and up stacked in gate_up [2·inner, K] → [T, inner]."""
     gate, up = F.linear(x.float(), gate_up.float()).chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+# ---------------------------------------------------------------- every kernel's end
+
+
+@triton.jit
+def store_product(y, up, out, residual, at, col, mask, EPILOGUE: tl.constexpr):
+    """The epilogue and the store. ``up`` is SwiGLU's; of SCALED, ``residual`` holds the columns' scales."""
+    if EPILOGUE == 1:
+        y += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    if EPILOGUE == 2:
+        y = y / (1.0 + tl.exp(-y)) * up
+    if EPILOGUE == 3:
+        y *= tl.load(residual + col, mask=mask, other=0.0)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
 # ---------------------------------------------------------------- tensor cores
@@ -133,15 +148,9 @@ def _linear_dot(
     if WEIGHTS_FIRST:
         acc = tl.trans(acc)
         acc_up = tl.trans(acc_up)
-    if EPILOGUE == 2:
-        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
     at = (part * rows + row)[:, None] * n + col[None, :]
     mask = (row < rows)[:, None] & (col < n)[None, :]
-    if EPILOGUE == 1:
-        acc += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    if EPILOGUE == 3:  # ``residual`` holds the columns' scales
-        acc *= tl.load(residual + col, mask=col < n, other=0.0)[None, :]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+    store_product(acc, acc_up, out, residual, at, col[None, :], mask, EPILOGUE)
 
 
 # ---------------------------------------------------------------- plain multiply and add
@@ -225,15 +234,8 @@ def _linear_fma(
         acc = sums
         acc_up = sums_up
     for t in tl.static_range(ROWS):
-        y = tl.sum(acc[t], axis=1)
-        if EPILOGUE == 2:
-            y = y / (1.0 + tl.exp(-y)) * tl.sum(acc_up[t], axis=1)
-        at = (part * ROWS + t) * n + col
-        if EPILOGUE == 1:
-            y += tl.load(residual + at, mask=col < n, other=0.0).to(tl.float32)
-        if EPILOGUE == 3:
-            y *= tl.load(residual + col, mask=col < n, other=0.0)
-        tl.store(out + at, y.to(out.dtype.element_ty), mask=col < n)
+        y, up = tl.sum(acc[t], axis=1), tl.sum(acc_up[t], axis=1)
+        store_product(y, up, out, residual, (part * ROWS + t) * n + col, col, col < n, EPILOGUE)
 
 
 # ---------------------------------------------------------------- tiles
@@ -323,7 +325,6 @@ def launch(
     residual: torch.Tensor | None,
     epilogue: int,
     tile: Tile,
-    pdl: bool,
 ) -> None:
     """One product with a given tile; the functions below choose it. ``out`` [T, n], or [split, T, n]."""
     rows, k = x.shape
@@ -340,15 +341,15 @@ def launch(
         raise ValueError("a product takes contiguous rows, weights and outputs")
     even = k % (tile.split * tile.block_k) == 0
     options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    options |= {"launch_pdl": True} if pdl else {}
+    options |= launch_options(x.device)
     grid = (triton.cdiv(n, tile.block_n), tile.split)
     tensors = (x, weight, out, out if residual is None else residual)
     sizes = (tile.block_n, tile.block_k, tile.split, even, epilogue)
     if tile.dot:
-        order = (tile.weights_first, x.device.type == "cuda", pdl)
+        order = (tile.weights_first, x.device.type == "cuda")
         _linear_dot[grid](*tensors, rows, n, k, PADDED_ROWS, *sizes, *order, **options)
     else:
-        _linear_fma[grid](*tensors, n, k, rows, *sizes, pdl, **options)
+        _linear_fma[grid](*tensors, n, k, rows, *sizes, **options)
 
 
 def linear(
@@ -365,7 +366,7 @@ def linear(
     n, k = weight.shape
     tile = choose(n, k, len(x), x, exact)
     epilogue = PLAIN if residual is None else RESIDUAL
-    launch(x, weight, out, residual, epilogue, tile, has_dependent_launch(x.device))
+    launch(x, weight, out, residual, epilogue, tile)
     return out
 
 
@@ -375,7 +376,7 @@ def int8_linear(
     """(x·codesᵀ)·scale into ``out`` [T, N]: codes int8 [N, K], scale float32 [N]."""
     n, k = codes.shape
     tile = choose(n, k, len(x), x, exact, int8=True)
-    launch(x, codes, out, scale, SCALED, tile, has_dependent_launch(x.device))
+    launch(x, codes, out, scale, SCALED, tile)
     return out
 
 
@@ -392,7 +393,7 @@ def linear_parts(
     tile = choose(n, k, len(x), x, exact, parts=True)
     if len(out) != tile.split:
         raise ValueError(f"{len(out)} parts of a product that is made in {tile.split}")
-    launch(x, weight, out, None, PLAIN, tile, has_dependent_launch(x.device))
+    launch(x, weight, out, None, PLAIN, tile)
     return out
 
 
@@ -400,7 +401,7 @@ def swiglu(x: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, exact: boo
     """silu(x·gateᵀ) ⊙ x·upᵀ into ``out`` [T, inner]; gate and up stacked in gate_up [2·inner, K]."""
     inner, k = gate_up.shape[0] // 2, gate_up.shape[1]
     tile = choose(inner, k, len(x), x, exact, swiglu=True)
-    launch(x, gate_up, out, None, SWIGLU, tile, has_dependent_launch(x.device))
+    launch(x, gate_up, out, None, SWIGLU, tile)
     return out
 
 

@@ -3,6 +3,7 @@
     python -m benchmarks.gpu_pages --decode FILE.json --kernels FILE.json --attention FILE.json [--docs docs]
 
 Writes the tables between the marks of ``decode-gpu.md`` and ``kernels.md``; the words around them stay.
+``--decode`` takes several files: a later one's shapes replace those of an earlier.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ DETAILED = (  # shape, weights, route: whose operations are shown
     ("9b", "fp16", "no drafts"),
     ("9b", "fp16", "MTP4, full head"),
     ("27b", "int4", "MTP4, full head"),
+    ("27b", "int4", "MTP4, shortlist head"),
 )
 
 
@@ -30,16 +32,22 @@ def card(device: str, versions: dict[str, str], ceilings: dict[str, float]) -> s
     return f"{device}, {software}. Ceilings of the run: {rates}."
 
 
-def decode_tables(run: dict[str, Any]) -> Iterator[str]:
-    """Every route, then the operations of a few."""
-    yield card(run["device"], {"torch": run["torch"], "Triton": run["triton"]}, run["ceilings_tb_s"])
-    yield ""
+def decode_tables(*runs: dict[str, Any]) -> Iterator[str]:
+    """Every route, then the operations of a few. A shape's lines are the last run's that has it."""
+    last = {line["shape"]: run for run in runs for line in run["lines"]}
+    for run in runs:
+        shapes = [shape for shape in last if last[shape] is run]
+        words = f"{', '.join(shapes)}: " if len(runs) > 1 else ""
+        software = {"torch": run["torch"], "Triton": run["triton"]}
+        yield words + card(run["device"], software, run["ceilings_tb_s"])
+        yield ""
+    lines = [line for shape, run in last.items() for line in run["lines"] if line["shape"] == shape]
     yield (
         "| shape | weights | route | numerics | tok/s | ms a round | GB a round | of the floor "
         "| of the copy's | between kernels | host ms | kernels |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
-    for line in run["lines"]:
+    for line in lines:
         ms, between = line["round_ms"], max(0.0, 1 - line["kernel_ms"] / line["round_ms"])
         yield (
             f"| {line['shape']} | {line['weights']} | {line['route']} | {line['numerics']} "
@@ -47,13 +55,13 @@ def decode_tables(run: dict[str, Any]) -> Iterator[str]:
             f"| {line['share_of_floor']:.2f} | {line['copy_floor_ms'] / ms:.2f} | {between:.1%} "
             f"| {line['host_ms']:.2f} | {line['kernels']} |"
         )
-    for line in run["lines"]:
+    for line in lines:
         where = (line["shape"], line["weights"], line["route"])
         if where in DETAILED and line["numerics"] == "exact":
             yield ""
             yield f"**{', '.join(where)}**, {line['round_ms']:.3f} ms a round:"
             yield ""
-            yield from operations(line, run["ceilings_tb_s"]["one-row product"])
+            yield from operations(line, last[line["shape"]]["ceilings_tb_s"]["one-row product"])
 
 
 def operations(line: dict[str, Any], ceiling: float) -> Iterator[str]:
@@ -124,9 +132,11 @@ def write(page: Path, option: str, lines: Iterator[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--decode", type=Path, help="what benchmarks.decode_gpu wrote")
-    parser.add_argument("--kernels", type=Path, help="what benchmarks.kernels_gpu wrote")
-    parser.add_argument("--attention", type=Path, help="what benchmarks.attention_gpu wrote")
+    parser.add_argument("--decode", type=Path, nargs="+", default=[], help="what benchmarks.decode_gpu wrote")
+    parser.add_argument("--kernels", type=Path, nargs=1, default=[], help="what benchmarks.kernels_gpu wrote")
+    parser.add_argument(
+        "--attention", type=Path, nargs=1, default=[], help="what benchmarks.attention_gpu wrote"
+    )
     parser.add_argument("--docs", type=Path, default=Path("docs"))
     options = parser.parse_args()
     for option, page, tables in (
@@ -135,7 +145,8 @@ def main() -> None:
         ("attention", "kernels.md", attention_tables),
     ):
         if given := getattr(options, option):
-            write(options.docs / page, option, tables(json.loads(given.read_text(encoding="utf-8"))))
+            runs = [json.loads(path.read_text(encoding="utf-8")) for path in given]
+            write(options.docs / page, option, tables(*runs))
 
 
 if __name__ == "__main__":

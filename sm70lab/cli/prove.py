@@ -28,7 +28,8 @@ conv window and SSM state a one-row replay's (ST); with exact arithmetic to the 
 
 Settings: every setting of run, and
   tokens=2000             output tokens of the solo runs (6000 with model=web)
-Without model=: model=tiny route.state.block_size=8 route.state.prefill_chunk=5.
+Without model=: model=tiny route.state.block_size=8 route.state.prefill_chunk=5, and model=web for
+route=whole_round on a GPU, whose kernels have no float64.
 Always, unless given: route.state.prefix_blocks=64 target.max_num_seqs=4 (not for route=whole_round on a GPU,
 which has neither) and route.numerics=exact.
 
@@ -72,8 +73,10 @@ def main(arguments: list[str]) -> int:
 def _with_defaults(arguments: list[str]) -> list[str]:
     given = {argument.partition("=")[0] for argument in arguments}
     chosen = dict(argument.partition("=")[::2] for argument in arguments if "=" in argument)
-    defaults = ALWAYS | (TINY if chosen.get("model", "tiny") == "tiny" else {})
-    if chosen.get("route") == "whole_round" and on_gpu(chosen.get("target.device", "auto")):
+    captured = chosen.get("route") == "whole_round" and on_gpu(chosen.get("target.device", "auto"))
+    model = chosen.get("model", "web" if captured else "tiny")
+    defaults = ALWAYS | (TINY if model == "tiny" else {"model": model})
+    if captured:
         defaults = {key: defaults[key] for key in defaults if key not in NOT_CAPTURED}
     small_blocks = "route.state.block_size" in defaults
     if small_blocks and chosen.get("route.draft_tokens") == "8":  # a round must not cross two block edges

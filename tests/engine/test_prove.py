@@ -58,6 +58,15 @@ def configured(overrides: list[str]) -> ExperimentConfig:
     return compose(prove._with_defaults(overrides))
 
 
+def test_a_captured_round_is_proved_on_a_model_that_it_can_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny float64 hybrid has no kernels on a GPU: there the embedded model stands in for it."""
+    monkeypatch.setattr(prove, "gpus", lambda: ["a GPU"])
+    assert configured(["route=whole_round"]).model.name == "web"
+    assert configured(["route=whole_round", "model=random"]).model.name == "random"
+    assert configured(["route=whole_round", "target.device=cpu"]).model.name == "tiny"
+    assert configured(["route=split"]).model.name == "tiny"
+
+
 def prove_on(model: HybridModel, config: ExperimentConfig, tokens: int, audit_tokens: int = 64) -> Proof:
     return Prover(
         config, model, model, PROMPTS, tokens, None, lambda name: None, audit_tokens=audit_tokens

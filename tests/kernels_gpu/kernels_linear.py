@@ -12,6 +12,7 @@ from sm70lab.kernels.gpu import linear
 from sm70lab.kernels.gpu.linear import Tile
 from tests.engine.assertions import assert_close
 
+LARGE = [(768, 320), (1024, 3584), (4096, 4096), (4096, 12288), (12352, 4096)]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TILES = {
@@ -98,7 +99,7 @@ def test_poison_around_the_rows_stays_outside() -> None:
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_chosen_tile_computes_the_product(exact: bool) -> None:
-    for n, k in [(8, 64)] if INTERPRETED else [(768, 320), (4096, 4096), (4096, 12288), (12352, 4096)]:
+    for n, k in [(8, 64)] if INTERPRETED else LARGE:
         for rows in (1, 5):
             case = Case(n, k)
             x = case.x[:rows]

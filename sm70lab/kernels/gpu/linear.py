@@ -268,6 +268,7 @@ DOT_NARROW = Tile(True, 64, 256, 4, 3, split=2, weights_first=True)  # hidden ×
 DOT_DEEP = Tile(True, 64, 128, 4, 6, split=2, weights_first=True)  # hidden × inner
 DOT_INT8 = Tile(True, 64, 256, 4, 4)
 DOT_SMALL = Tile(True, 16, 64, 2, 4)
+DOT_SMALL_PARTS = Tile(True, 16, 64, 2, 4, split=4)
 FMA_ONE = Tile(False, 1, 2048, 8)  # one row, no promise to match more rows
 FMA_ROWS = Tile(False, 4, 512, 2)  # any number of rows: the order in a row is the tile's
 FMA_SWIGLU = Tile(False, 2, 512, 2)
@@ -297,7 +298,7 @@ def choose(
             return FMA_ONE
         return FMA_SWIGLU if swiglu else FMA_ROWS
     if n * k < SMALL or k % 128:
-        tile = DOT_SMALL
+        tile = DOT_SMALL if k < 1024 else DOT_SMALL_PARTS
     elif int8:
         tile = DOT_INT8
     elif swiglu:
@@ -308,8 +309,8 @@ def choose(
         tile = DOT_WIDE
     else:
         tile = DOT_NARROW if k < 8_192 else DOT_DEEP
-        if not parts or k % (tile.split * tile.block_k):
-            tile = replace(tile, split=1)
+    if not parts or k % (tile.split * tile.block_k):
+        tile = replace(tile, split=1)
     while tile.shared_bytes(swiglu) > shared_memory(like.device):
         tile = replace(tile, num_stages=tile.num_stages - 1)
     return tile

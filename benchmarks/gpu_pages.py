@@ -1,6 +1,7 @@
 """The pages of the GPU benchmarks, from the JSON that they wrote.
 
-    python -m benchmarks.gpu_pages --decode FILE.json --kernels FILE.json --attention FILE.json [--docs docs]
+    python -m benchmarks.gpu_pages --decode FILE.json --embedded FILE.json [--docs docs]
+    python -m benchmarks.gpu_pages --kernels FILE.json --attention FILE.json
 
 Writes the tables between the marks of ``decode-gpu.md`` and ``kernels.md``; the words around them stay.
 ``--decode`` takes several files: a later one's shapes replace those of an earlier.
@@ -119,6 +120,22 @@ def attention_tables(run: dict[str, Any]) -> Iterator[str]:
         yield f"| {line['rows']} | {line['us']:.1f} | {rate:.2f} | {line['topk_us']:.1f} |"
 
 
+def embedded_table(run: dict[str, Any]) -> Iterator[str]:
+    """The embedded model's runs, part by part."""
+    parts = list(run["runs"][0]["seconds"])
+    yield f"{run['device']}:"
+    yield ""
+    titles = " | ".join(f"{part}, s" for part in parts)
+    yield f"| seed | verdict | tokens | tok/s | {titles} | after load, s |"
+    yield "|---|---|---|---|" + "---|" * (len(parts) + 1)
+    for row in run["runs"]:
+        seconds = " | ".join(f"{row['seconds'][part]:.2f}" for part in parts)
+        yield (
+            f"| {row['seed']} | {row['verdict']} | {row['tokens']:,} | {row['tokens_per_second']:,.0f} "
+            f"| {seconds} | {row['after_load']:.2f} |"
+        )
+
+
 def write(page: Path, option: str, lines: Iterator[str]) -> None:
     """Put the lines between an option's marks. Raises ``ValueError`` for a page without them."""
     text = page.read_text(encoding="utf-8")
@@ -133,6 +150,9 @@ def write(page: Path, option: str, lines: Iterator[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--decode", type=Path, nargs="+", default=[], help="what benchmarks.decode_gpu wrote")
+    parser.add_argument(
+        "--embedded", type=Path, nargs=1, default=[], help="what benchmarks.embedded_gpu wrote"
+    )
     parser.add_argument("--kernels", type=Path, nargs=1, default=[], help="what benchmarks.kernels_gpu wrote")
     parser.add_argument(
         "--attention", type=Path, nargs=1, default=[], help="what benchmarks.attention_gpu wrote"
@@ -141,6 +161,7 @@ def main() -> None:
     options = parser.parse_args()
     for option, page, tables in (
         ("decode", "decode-gpu.md", decode_tables),
+        ("embedded", "decode-gpu.md", embedded_table),
         ("kernels", "kernels.md", kernel_table),
         ("attention", "kernels.md", attention_tables),
     ):

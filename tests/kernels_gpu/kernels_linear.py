@@ -124,10 +124,10 @@ def test_one_tile_for_every_number_of_rows_where_bits_must_agree() -> None:
 
 def test_one_fast_row_takes_its_own_tile_only_where_blocks_of_k_are_whole() -> None:
     like = torch.empty(0, dtype=torch.float16, device=DEVICE)
-    for k, own in ((4096, True), (2560, False), (1024, False)):
-        tile = linear.choose(4096, k, 1, like, exact=False)
+    for n, k, own in ((4096, 4096, True), (4096, 2560, False), (4096, 1024, False), (1024, 2048, False)):
+        tile = linear.choose(n, k, 1, like, exact=False)
         assert (tile == linear.FMA_ONE) is own
-        assert own or tile == linear.choose(4096, k, 1, like, exact=True)
+        assert own or tile == linear.choose(n, k, 1, like, exact=True)
 
 
 def test_float32_keeps_its_precision() -> None:

@@ -292,7 +292,8 @@ def choose(
     ``parts``: the reader adds the parts of K, so there may be several.
     """
     dots = has_tensor_core_dots(like.device) and like.dtype == torch.float16
-    one = rows == 1 and not exact and k % FMA_ONE.block_k == 0  # a cut block of K idles most of its lanes
+    # A cut block of K idles most of its lanes, and a small matrix has too few columns.
+    one = rows == 1 and not exact and k % FMA_ONE.block_k == 0 and n * k >= SMALL
     if not dots or (one and not int8):
         if one:
             return FMA_ONE

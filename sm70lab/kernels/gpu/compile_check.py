@@ -132,6 +132,7 @@ def load(name: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{name}: not a Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # a dataclass looks itself up there
     spec.loader.exec_module(module)
     return module
 

@@ -43,7 +43,7 @@ from sm70lab.engine.sequence import Request
 from sm70lab.engine.sequence import Sequence as Running
 from sm70lab.engine.state import StateStore
 from sm70lab.kernels.gpu import attention, gdn, norm, round_state, sampling
-from sm70lab.kernels.gpu.int4 import BLOCK, GROUP, Int4Weight, packed_groups
+from sm70lab.kernels.gpu.int4 import BLOCK, GROUP, Int4Weight, packed_pairs
 from sm70lab.kernels.gpu.launch import launch_options, let_next_kernel_start, wait_for_kernels_before
 from sm70lab.kernels.gpu.products import Weight, weight_bytes
 from sm70lab.schema import DraftHeadKind, GraphMode, Numerics, Route, Sampling
@@ -115,7 +115,7 @@ def _replace(module: nn.Module, name: str) -> None:
     )
     scale = torch.full((n, k // GROUP), 0.005, dtype=torch.float16, device=DEVICE)
     zero = torch.randint_like(scale, 7, 9)  # 7.5 is the mean of a nibble: a bias would add up to infinity
-    setattr(module, name, Int4Weight(words, packed_groups(scale, zero)))
+    setattr(module, name, Int4Weight(words, packed_pairs(scale, zero)))
 
 
 # ---------------------------------------------------------------- forced acceptance

@@ -2,8 +2,8 @@
 
     python -m benchmarks.embedded_gpu [--tokens 6000] [--seeds 1 2 3] [--out FILE.json]
 
-A whole ``sm70lab`` run per seed, one after another in one process: load, decode, audit, judge and record.
-The first compiles kernels, or reads them from Triton's cache, and captures its graph in the load.
+A whole ``sm70lab`` run per seed, one after another in one process. The first imports and compiles, or reads
+its kernels from Triton's cache; every run captures its graph before it decodes. tok/s is of decoding alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sm70lab.config import compose
 from sm70lab.experiment import run_experiment
 from sm70lab.schema import Generation, Prompt
 
-PARTS = ("load", "decode", "audit", "judge and record")
+PARTS = ("load", "capture and decode", "audit", "judge and record")
 
 
 class Watch(Silent):

@@ -31,7 +31,7 @@ from sm70lab.kernels.gated_delta import gated_delta_chunk, l2_normalise
 from sm70lab.kernels.gpu import gdn, int4, linear, norm
 from sm70lab.kernels.gpu.gdn import GDNPools, GDNWeights, Heads, Place
 from sm70lab.kernels.gpu.gdn_prefill import gated_delta_prefill
-from sm70lab.kernels.gpu.int4 import BLOCK, GROUP, Int4Weight, packed_groups
+from sm70lab.kernels.gpu.int4 import BLOCK, GROUP, Int4Weight, packed_pairs
 
 DEVICE = torch.device("cuda")
 HIDDEN, INNER, VOCABULARY, LAYERS = 4096, 12288, 248320, 32
@@ -204,8 +204,8 @@ def int4_products(memory: Memory, rows: int) -> Iterator[Measured]:
         peer = seconds([product(w, x, kind, True) for w in half]) / len(half)
         words = memory.block.view(torch.int32)[: STREAM // 4].split(n * k // 8)
         shape = (n // BLOCK, k // GROUP)
-        scales, zeros = torch.rand(2, n, k // GROUP, device=DEVICE)
-        pairs = packed_groups(scales, zeros)
+        scales = torch.rand(n, k // GROUP, device=DEVICE)
+        pairs = packed_pairs(scales, torch.randint_like(scales, 16))
         weights = [Int4Weight(w.view(*shape, 2, 32, 4), pairs) for w in words if len(w) == n * k // 8]
         own = seconds([int4_product(w, x, kind) for w in weights]) / len(weights)
         moved = n * k // 2 + 4 * n * k // GROUP + 2 * rows * (k + n)

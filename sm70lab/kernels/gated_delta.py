@@ -122,9 +122,9 @@ def prefill(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``gated_delta_chunk``, in Triton where its kernels are for it: on GPUs with tensor cores."""
     if q.is_cuda:
-        from sm70lab.kernels.gpu import gdn_prefill  # imports Triton
+        from sm70lab.kernels.gpu import capability, gdn_prefill  # imports Triton
 
-        if gdn_prefill.takes(q, v) and state.dtype == torch.float32:
+        if capability.has_tensor_core_dots(q.device) and gdn_prefill.fits(q, k, v, g, beta, state):
             return gdn_prefill.gated_delta_prefill(q, k, v, g, beta, state)
     return gated_delta_chunk(q, k, v, g, beta, state)
 

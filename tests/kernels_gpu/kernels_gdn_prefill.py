@@ -77,5 +77,21 @@ def test_what_it_does_not_take_is_refused() -> None:
     odd = Prompt(1, 4, 1, 24, 16)
     with pytest.raises(ValueError, match="keys of 24"):
         gdn_prefill.gated_delta_prefill(*odd.rows, odd.state)
-    assert gdn_prefill.takes(prompt.rows[0], prompt.rows[2]) is not INTERPRETED
-    assert not gdn_prefill.takes(odd.rows[0], odd.rows[2])
+
+
+def test_rows_of_any_strides() -> None:
+    prompt = Prompt(2, 70, 1, 32, 16)
+    wanted = gdn_prefill.gated_delta_prefill(*prompt.rows, prompt.state)
+    apart = [torch.stack((x, x), dim=-1)[..., 0] for x in (*prompt.rows, prompt.state)]
+    assert not any(x.is_contiguous() for x in apart)
+    for found, expected in zip(gdn_prefill.gated_delta_prefill(*apart), wanted, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_fast_decay_leaves_the_last_rows_weights_alone() -> None:
+    """The state is then the last rows' alone: their weight is 1, and not exp of two sums' difference."""
+    prompt = Prompt(1, 64, 2, 32, 16)
+    q, k, v, g, beta = prompt.rows
+    data = (q, k, v, 500 * g, beta, prompt.state)
+    wanted = gated_delta_chunk(*(x.double() for x in data))
+    assert_close(gdn_prefill.gated_delta_prefill(*data)[1], wanted[1], LIMIT)

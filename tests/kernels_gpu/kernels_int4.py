@@ -20,6 +20,8 @@ TILES = {
     "dot": Tile(True, 2, 2),
     "dot, two ahead": Tile(True, 4, 2, ahead=2, unroll=2),
 }
+if not INTERPRETED:  # large: more warps side by side, and fewer registers than nine rows get
+    TILES |= {"chosen": int4.DOT, "chosen for SwiGLU": int4.DOT_SWIGLU}
 EPILOGUES = (linear.PLAIN, linear.RESIDUAL, linear.SWIGLU)
 
 
@@ -86,6 +88,8 @@ def test_a_checkpoint_is_read_value_by_value() -> None:
         int4.from_awq(torch.zeros(64, 2).int(), torch.zeros(1, 2).int(), torch.zeros(1, 16))
     with pytest.raises(ValueError, match="24 outputs: only multiples of 16"):
         int4.from_awq(torch.zeros(128, 3).int(), torch.zeros(1, 3).int(), torch.zeros(1, 24))
+    with pytest.raises(ValueError, match="scales in torch"):
+        int4.from_awq(torch.zeros(128, 2).int(), torch.zeros(1, 2).int(), torch.zeros(1, 16))
 
 
 def _first(weight: Int4Weight) -> tuple[torch.Tensor, Int4Weight]:
@@ -125,3 +129,33 @@ def test_the_chosen_tiles_compute_the_products() -> None:
         parts = torch.empty(int4.parts_of(n, k, DEVICE), 2, n, device=DEVICE)
         assert_close(int4.linear_parts(x, case.weight, parts).sum(0), case.reference(2), 2e-5)
         assert_close(int4.swiglu(pair.x[:2], pair.weight, x.new_empty(2, n)), pair.reference(2), 1e-3)
+
+
+def test_products_that_do_not_fit_are_refused() -> None:
+    """Each would read or write beyond a tensor."""
+    case = Case(48, 256, linear.RESIDUAL)
+    x, weight, tile = case.x[:5], case.weight, TILES["dot"]
+    out, residual = torch.empty(5, 48, device=DEVICE), case.residual[:5]
+    apart = torch.empty(256 + 8, device=DEVICE).half()[4:260].view(1, 256)
+
+    def launch(**more: object) -> None:
+        given = {"x": x, "weight": weight, "out": out, "residual": residual} | more
+        int4.launch(given["x"], given["weight"], given["out"], given["residual"], linear.RESIDUAL, tile)  # type: ignore[arg-type]
+
+    launch()
+    for more, word in (
+        ({"x": case.x.repeat(2, 1)[:10], "out": torch.empty(10, 48, device=DEVICE)}, "1 to 9 rows"),
+        ({"x": x[:, :128].contiguous()}, "words"),
+        ({"x": x.float()}, "float16"),
+        ({"x": apart, "out": out[:1], "residual": residual[:1]}, "a multiple of 16 bytes"),
+        ({"out": torch.empty(2, 48, device=DEVICE)}, "out"),
+        ({"out": torch.empty(5, 96, device=DEVICE)[:, ::2]}, "out"),
+        ({"out": torch.empty(5, 40, device=DEVICE)}, "a multiple of 16 outputs"),
+        ({"weight": weight._replace(pairs=weight.pairs[:1])}, "pairs"),
+        ({"weight": weight._replace(words=weight.words[:1])}, "words"),
+        ({"residual": residual[:2]}, "residual"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            launch(**more)
+    with pytest.raises(ValueError, match="3 parts of a product that is made in"):
+        int4.linear_parts(x, weight, torch.empty(3, 5, 48, device=DEVICE))

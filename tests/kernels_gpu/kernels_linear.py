@@ -145,3 +145,7 @@ def test_products_that_do_not_fit_are_refused() -> None:
         linear.linear(case.x.repeat(2, 1), case.weight, case.x.new_empty(18, 16))
     with pytest.raises(ValueError, match="contiguous"):
         linear.linear(case.x[:, :32], case.weight[:, :32], case.x.new_empty(9, 16))
+    with pytest.raises(ValueError, match="out "):
+        linear.linear(case.x[:5], case.weight, case.x.new_empty(2, 16))
+    with pytest.raises(ValueError, match="a residual of"):
+        linear.linear(case.x[:5], case.weight, case.x.new_empty(5, 16), case.x.new_empty(2, 16))

@@ -3,7 +3,8 @@
 Two kernels, float32 throughout. ``_systems`` makes what a chunk needs of its own keys and queries, all chunks
 at once: the inverse of the unit lower triangular system that its updates solve, and the weights of those
 updates in its outputs. ``_states`` then goes from chunk to chunk with the state in registers, one program for
-all keys and BLOCK_V values of a head. For devices with tensor cores: a product of float32 is three of tf32.
+all keys and BLOCK_V values of a head. For devices with tensor cores (sm_80 and later), where a product of
+float32 is three of tf32.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import triton
 import triton.language as tl
 
 from sm70lab.kernels.gated_delta import CHUNK
-from sm70lab.kernels.gpu.capability import has_tensor_core_dots
 
 BLOCK_K = 32
 BLOCK_V = 16
@@ -105,9 +105,9 @@ def _states(
     for chunk in range(chunks):
         at = (i * tokens + chunk * CHUNK + row).to(tl.int64) * heads + head
         live = chunk * CHUNK + row < tokens
-        g_rows = tl.load(g + at, mask=live, other=0.0)
-        log_gamma = tl.cumsum(g_rows, axis=0)
-        whole = tl.sum(g_rows, axis=0)
+        log_gamma = tl.cumsum(tl.load(g + at, mask=live, other=0.0), axis=0)
+        # Not the rows' own sum, which rounds otherwise: the last row has the weight 1.
+        whole = tl.sum(tl.where(row == CHUNK - 1, log_gamma, 0.0), axis=0)
         gamma = tl.exp(log_gamma)[:, None]
         remaining = tl.exp(whole - log_gamma)[:, None]
         rows_at = at[:, None] * K + key[None, :]
@@ -140,10 +140,10 @@ def _updated(state, k_at, live, remaining, d, decay, K: tl.constexpr, BLOCK_K: t
     return updated
 
 
-def takes(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether these kernels are for queries [B, T, H, K] and values [B, T, H, V] like these."""
-    fit = q.shape[-1] % BLOCK_K == 0 and v.shape[-1] % BLOCK_V == 0
-    return fit and q.dtype == torch.float32 and has_tensor_core_dots(q.device)
+def fits(*given: torch.Tensor) -> bool:
+    """Whether the arguments of ``gated_delta_prefill`` are float32 and of sizes that the blocks divide."""
+    key, value = given[-1].shape[-2:]
+    return all(x.dtype == torch.float32 for x in given) and key % BLOCK_K == 0 and value % BLOCK_V == 0
 
 
 def gated_delta_prefill(
@@ -161,7 +161,7 @@ def gated_delta_prefill(
     batch, tokens, heads, key = q.shape
     value = v.shape[-1]
     given = (q, k, v, g, beta, state)
-    if any(x.dtype != torch.float32 for x in given) or key % BLOCK_K or value % BLOCK_V:
+    if not fits(*given):
         raise ValueError(
             f"keys of {key} and values of {value} in {q.dtype}, a state of {state.dtype}: these kernels take "
             f"float32, keys by {BLOCK_K} and values by {BLOCK_V}"

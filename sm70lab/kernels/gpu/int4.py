@@ -1,10 +1,10 @@
 """Products of one to nine rows with a 4-bit weight matrix in groups of 128 (AWQ, Lin et al. 2024).
 
 A weight is (q − z)·s: q its 4 bits, z and s the zero and the scale of its group of 128 inputs. A
-checkpoint packs eight outputs into a word, [K, N/8]. ``from_awq`` repacks it once, at load, so that the
-128 inputs of 16 outputs are a kilobyte in a row, in the order in which the threads of a warp multiply it:
-see ``mma`` for a thread's words. Both kernels read this order. Order of the sums and row counts are as in
-``linear``.
+checkpoint packs eight outputs into a word, [K, N/8]. ``from_awq`` repacks a matrix so that the 128 inputs of
+16 outputs are a kilobyte in a row, in the order in which the threads of a warp multiply it: see ``mma`` for a
+thread's words. Both kernels read this order. Order of the sums and row counts are as in ``linear``. Whole
+checkpoints of this kind are not loaded yet.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import triton.language as tl
 from sm70lab.kernels.gpu.capability import has_tensor_core_dots
 from sm70lab.kernels.gpu.cases import CompileCase
 from sm70lab.kernels.gpu.launch import launch_options, let_next_kernel_start, wait_for_kernels_before
-from sm70lab.kernels.gpu.linear import MAX_ROWS, PLAIN, RESIDUAL, SWIGLU, eighths, store_product
+from sm70lab.kernels.gpu.linear import MAX_ROWS, PLAIN, RESIDUAL, SWIGLU, eighths, multiply_add, store_product
 from sm70lab.kernels.gpu.mma import four_products, four_sums, high_half, low_half, unit
 
 GROUP = 128
+ALIGNED = 16  # bytes: loads of four words, which ``mma`` counts on
 BLOCK = 16  # outputs of a block: the rows of a tensor-core product
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a checkpoint's word holds output 8c + AWQ_ORDER[i]
 
@@ -34,7 +35,7 @@ class Int4Weight(NamedTuple):
     """A matrix of [N, K] in blocks of 16 outputs and groups of 128 inputs."""
 
     words: torch.Tensor  # int32 [N/16, K/128, 2, 32, 4]: inputs' half, thread, its four words
-    groups: torch.Tensor  # int32 [N/16, K/128, 8, 2]: of outputs g and g + 8, float16 scale low, zero high
+    pairs: torch.Tensor  # int32 [N/16, K/128, 8, 2]: of outputs g and g + 8, float16 scale low, zero high
 
     @property
     def outputs(self) -> int:
@@ -78,8 +79,8 @@ def unpacked(words: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def packed_groups(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-    """Scales and zeros [N, K/128] as ``Int4Weight.groups``."""
+def packed_pairs(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Scales and zeros, whole numbers, [N, K/128] as ``Int4Weight.pairs``."""
     pairs: torch.Tensor = torch.stack((scales.half(), zeros.half()), dim=-1).view(torch.int32)[..., 0]
     by_block: torch.Tensor = pairs.unflatten(0, (-1, 2, 8)).permute(0, 3, 2, 1)
     return by_block.contiguous()
@@ -95,21 +96,24 @@ def _outputs_in_order(words: torch.Tensor) -> torch.Tensor:
 def from_awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> Int4Weight:
     """Repack a checkpoint's matrix: qweight int32 [K, N/8], qzeros int32 [K/128, N/8], scales [K/128, N].
 
-    Raises ``ValueError`` for groups of another size, and where 16 does not divide N.
+    Raises ``ValueError`` for groups of another size, for scales that are not float16, and where 16 does not
+    divide N.
     """
     inputs, (groups, outputs) = qweight.shape[0], scales.shape
     if inputs != groups * GROUP:
         raise ValueError(f"{inputs} inputs in {groups} groups: only groups of {GROUP} are supported")
     if outputs % BLOCK:
         raise ValueError(f"{outputs} outputs: only multiples of {BLOCK} are supported")
-    pairs = packed_groups(scales.t().contiguous(), _outputs_in_order(qzeros).t().contiguous())
+    if scales.dtype != torch.float16:
+        raise ValueError(f"scales in {scales.dtype}: AWQ has float16, and a wider type could overflow it")
+    pairs = packed_pairs(scales.t().contiguous(), _outputs_in_order(qzeros).t().contiguous())
     return Int4Weight(packed(_outputs_in_order(qweight).t()), pairs)
 
 
 def dequantised(weight: Int4Weight) -> torch.Tensor:
     """(q − z)·s as float32 [N, K]."""
     q = unpacked(weight.words).float().unflatten(-1, (-1, GROUP))  # [N, K/128, 128]
-    pairs = weight.groups.permute(0, 3, 2, 1).flatten(0, 2).contiguous()  # [N, K/128]
+    pairs = weight.pairs.permute(0, 3, 2, 1).flatten(0, 2).contiguous()  # [N, K/128]
     scales, zeros = pairs.view(torch.float16).unflatten(-1, (-1, 2)).float()[..., None, :].unbind(-1)
     values: torch.Tensor = (q - zeros) * scales
     return values.flatten(-2)
@@ -153,10 +157,10 @@ def _read(words, word_at, pairs, pair_at, group, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _read_rows(inputs, group, row, rows, k, EIGHTS: tl.constexpr):
+def _read_rows(inputs, group, row, rows, k, ROW_TILES: tl.constexpr):
     """Of each eight rows: a group's inputs in four tiles."""
     tiles = ()
-    for eight in tl.static_range(EIGHTS):
+    for eight in tl.static_range(ROW_TILES):
         for c in tl.static_range(4):
             pointers = inputs + (eight * 8 * (k // 2) + group * 64 + c * 16)
             tiles = tiles + (tl.load(pointers, mask=(eight * 8 + row < rows)[:, None], other=0),)
@@ -171,15 +175,15 @@ def _for_both_rows(x, THREADS: tl.constexpr):
 
 @triton.jit
 def _add_group(
-    tiles, x, acc, BLOCKS: tl.constexpr, EIGHTS: tl.constexpr, WARPS: tl.constexpr, ASSEMBLY: tl.constexpr
+    tiles, x, acc, BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr, WARPS: tl.constexpr, ASSEMBLY: tl.constexpr
 ):
     """acc + s·(Σ q·x − z·Σ x) of one group a warp, in units of ``mma.unit``."""
     units = unit(tl.arange(0, 4))[None, :]
     sums = ()
-    for eight in tl.static_range(EIGHTS):
+    for eight in tl.static_range(ROW_TILES):
         zero = tl.zeros((32 * WARPS, 4), tl.float32)
-        ones = four_sums(x[4 * eight], x[4 * eight + 1], zero, WARPS, ASSEMBLY)
-        ones = four_sums(x[4 * eight + 2], x[4 * eight + 3], ones, WARPS, ASSEMBLY) * units
+        x_sum = four_sums(x[4 * eight], x[4 * eight + 1], zero, WARPS, ASSEMBLY)
+        x_sum = four_sums(x[4 * eight + 2], x[4 * eight + 3], x_sum, WARPS, ASSEMBLY) * units
         for b in tl.static_range(BLOCKS):
             total = four_products(tiles[3 * b], x[4 * eight], x[4 * eight + 1], zero, WARPS, ASSEMBLY)
             total = four_products(
@@ -187,14 +191,14 @@ def _add_group(
             )
             s = _for_both_rows(low_half(tiles[3 * b + 2], ASSEMBLY), 32 * WARPS)
             z = _for_both_rows(high_half(tiles[3 * b + 2], ASSEMBLY), 32 * WARPS)
-            sums = sums + (tl.fma(s, tl.fma(-z, ones, total), acc[eight * BLOCKS + b]),)
+            sums = sums + (tl.fma(s, tl.fma(-z, x_sum, total), acc[eight * BLOCKS + b]),)
     return sums
 
 
 @triton.jit
 def _of_all_warps(acc, WARPS: tl.constexpr):
     """Sums of one block: [32·WARPS, 4] → [32, 4], out of ``mma.unit``."""
-    return tl.sum(tl.reshape(acc, [WARPS, 32, 4]), axis=0) / unit(tl.arange(0, 4))[None, :]
+    return tl.sum(tl.reshape(acc, [WARPS, 32, 4]), axis=0) * (1.0 / unit(tl.arange(0, 4)))[None, :]
 
 
 @triton.jit(do_not_specialize=["rows"])  # one compiled kernel for every T in as many eights
@@ -207,7 +211,7 @@ def _int4_mma(
     rows,
     n,
     k,
-    EIGHTS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
     BLOCKS: tl.constexpr,
     WARPS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -233,24 +237,24 @@ def _int4_mma(
     pair_at = ()
     blocks = _blocks(tl.program_id(0) * STORED, n, BLOCKS, EPILOGUE)
     for b in tl.static_range(BLOCKS):
-        group = (blocks[b] * (k // 128) + first)[:, None]
-        word_at = word_at + (group.to(tl.int64) * 256 + (thread % 32 * 4)[:, None] + four[None, :],)
-        pair_at = pair_at + (group * 16 + row[:, None] * 2 + tl.arange(0, 2)[None, :],)
+        place = (blocks[b] * (k // 128) + first)[:, None]
+        word_at = word_at + (place.to(tl.int64) * 256 + (thread % 32 * 4)[:, None] + four[None, :],)
+        pair_at = pair_at + (place * 16 + row[:, None] * 2 + tl.arange(0, 2)[None, :],)
     inputs = x + (row * (k // 2) + first * 64 + thread % 4 * 4)[:, None] + four[None, :]
     acc = ()
-    for _ in tl.static_range(BLOCKS * EIGHTS):
+    for _ in tl.static_range(BLOCKS * ROW_TILES):
         acc = acc + (tl.zeros((THREADS, 4), dtype=tl.float32),)
     tiles = ()
     for ahead in tl.static_range(AHEAD):  # nothing writes weights: they need not wait
         coming = tl.minimum(ahead * WARPS, groups - WARPS)
         tiles = tiles + _read(words, word_at, pairs, pair_at, coming, BLOCKS)
     wait_for_kernels_before(PDL)
-    tile = _read_rows(inputs, 0, row, rows, k, EIGHTS)
+    tile = _read_rows(inputs, 0, row, rows, k, ROW_TILES)
     for i in tl.range(0, groups, WARPS, loop_unroll_factor=UNROLL):
-        next_tile = _read_rows(inputs, tl.minimum(i + WARPS, groups - WARPS), row, rows, k, EIGHTS)
+        next_tile = _read_rows(inputs, tl.minimum(i + WARPS, groups - WARPS), row, rows, k, ROW_TILES)
         coming = tl.minimum(i + AHEAD * WARPS, groups - WARPS)
         newest = _read(words, word_at, pairs, pair_at, coming, BLOCKS)
-        acc = _add_group(tiles, tile, acc, BLOCKS, EIGHTS, WARPS, ASSEMBLY)
+        acc = _add_group(tiles, tile, acc, BLOCKS, ROW_TILES, WARPS, ASSEMBLY)
         tile = next_tile
         rest = ()
         for j in tl.static_range(3 * BLOCKS, 3 * BLOCKS * AHEAD):
@@ -258,7 +262,7 @@ def _int4_mma(
         tiles = rest + newest
     let_next_kernel_start(PDL)
     lane = tl.arange(0, 32)
-    for eight in tl.static_range(EIGHTS):
+    for eight in tl.static_range(ROW_TILES):
         for b in tl.static_range(STORED):
             y = _of_all_warps(acc[eight * BLOCKS + b], WARPS)
             up = _of_all_warps(acc[eight * BLOCKS + b + BLOCKS - STORED], WARPS)
@@ -275,25 +279,17 @@ def _int4_mma(
 def _weights(word, scale, zero):
     """(q − z)·s of a word's nibbles, exact: of outputs g and of g + 8, four inputs each, in order.
 
-    A nibble in the low bits of float32 2²³ is 2²³ + q, and ``zero`` is 2²³ + z.
+    A nibble in the low bits of float32 2²³ is 2²³ + q, and ``zero`` is 2²³ + z: z a whole number.
     """
     low = ()
     high = ()
     for j in tl.static_range(4):  # input 2·p + e is nibble 4·e + 2·p + r
         bits = word >> (16 * (j % 2) + 8 * (j // 2))
         q = ((bits & 15) | 0x4B000000).to(tl.float32, bitcast=True)
-        low = low + ((q - zero[0]) * scale[0],)
+        low = low + (((q - zero[0]) * scale[0])[:, None],)
         q = (((bits >> 4) & 15) | 0x4B000000).to(tl.float32, bitcast=True)
-        high = high + ((q - zero[1]) * scale[1],)
+        high = high + (((q - zero[1]) * scale[1])[:, None],)
     return low, high
-
-
-@triton.jit
-def _add_eight(x, w, acc, THREADS: tl.constexpr):
-    """acc + Σ x_j·w_j for j = 0..7, in that order: x [THREADS, 1], w and acc [THREADS]."""
-    for j in tl.static_range(8):
-        acc = tl.fma(tl.reshape(x[j], [THREADS]), w[j], acc)
-    return acc
 
 
 @triton.jit
@@ -323,17 +319,15 @@ def _int4_fma(
     blocks = _blocks(tl.program_id(0) * STORED, n, BLOCKS, EPILOGUE)
     acc = ()
     for _ in tl.static_range(2 * BLOCKS * ROWS):
-        acc = acc + (tl.zeros((THREADS,), dtype=tl.float32),)
-    # One warp takes one quarter of a group, 32 inputs, at a time.
+        acc = acc + (tl.zeros((THREADS, 1), dtype=tl.float32),)
+    # One warp takes one quarter of a group, 32 inputs, at a time: 1, 2 or 4 warps divide a part of K.
     for i in range(0, span, WARPS):
-        quarter = part * span + tl.minimum(i + thread // 32, span - 1)
-        live = i + thread // 32 < span
-        group = quarter // 4
+        quarter = part * span + i + thread // 32
         weights = ()
         for b in tl.static_range(BLOCKS):
-            place = blocks[b] * (k // 128) + group
+            place = blocks[b] * (k // 128) + quarter // 4
             pair = tl.load(pairs + (place * 16 + thread % 32 // 4 * 2)[:, None] + tl.arange(0, 2)[None, :])
-            scale = tl.split(tl.where(live[:, None], low_half(pair, False), 0.0))
+            scale = tl.split(low_half(pair, False))
             zero = tl.split(high_half(pair, False) + 8388608.0)
             at = place.to(tl.int64) * 256 + quarter % 4 // 2 * 128 + thread % 32 * 4 + quarter % 2 * 2
             first, second = tl.split(tl.load(words + at[:, None] + tl.arange(0, 2)[None, :]))
@@ -345,7 +339,7 @@ def _int4_fma(
         for t in tl.static_range(ROWS):
             tile = eighths(tl.load(inputs + t * k), THREADS, 1)
             for b in tl.static_range(2 * BLOCKS):
-                sums = sums + (_add_eight(tile, weights[b], acc[2 * BLOCKS * t + b], THREADS),)
+                sums = sums + (multiply_add(tile, weights[b], acc[2 * BLOCKS * t + b]),)
         acc = sums
     for t in tl.static_range(ROWS):
         for b in tl.static_range(STORED):
@@ -359,7 +353,7 @@ def _int4_fma(
 @triton.jit
 def _of_threads(acc, at: tl.constexpr, WARPS: tl.constexpr):
     """Sums of one block and row: outputs g and g + 8, [8, 2]."""
-    both = tl.reshape(tl.join(acc[at], acc[at + 1]), [WARPS, 8, 4, 2])
+    both = tl.reshape(tl.join(acc[at], acc[at + 1]), [WARPS, 8, 4, 2])  # of [32·WARPS, 1, 2]
     return tl.sum(tl.sum(both, axis=2), axis=0)
 
 
@@ -370,7 +364,8 @@ def _of_threads(acc, at: tl.constexpr, WARPS: tl.constexpr):
 class Tile:
     """How a product is cut: ``dot`` chooses the kernel; ``ahead`` and ``unroll`` are of it alone.
 
-    Of ``dot``, ``warps`` is the most groups side by side: fewer where they don't divide a part of K.
+    Of ``dot``, ``warps`` is the most groups side by side: fewer where they don't divide a part of K. Of the
+    other, 1, 2 or 4.
     """
 
     dot: bool
@@ -379,7 +374,7 @@ class Tile:
     ahead: int = 1
     unroll: int = 1
     split: int = 1
-    registers: int | None = None  # of a thread: left alone, ptxas takes few enough to spill
+    registers: int | None = None  # of a thread, where ptxas stops at so few that it spills
 
     def side_by_side(self, k: int) -> int:
         """Groups that a program of ``dot`` takes at a time."""
@@ -411,23 +406,32 @@ def launch(
     epilogue: int,
     tile: Tile,
 ) -> None:
-    """One product with a given tile; ``out`` [T, n], or [split, T, n]."""
-    rows, k = x.shape
-    n = out.shape[-1]
-    stacked = 2 * n if epilogue == SWIGLU else n
-    wanted = (stacked // BLOCK, k // GROUP, 2, 32, 4)
-    if (
-        not 1 <= rows <= MAX_ROWS
-        or n % BLOCK
-        or tuple(weight.words.shape) != wanted
-        or k % (GROUP * tile.split)
-    ):
+    """One product with a given tile; ``out`` [T, n], or [split, T, n].
+
+    Raises ``ValueError`` for what does not fit together: the kernels would read or write beyond it.
+    """
+    (rows, k), n = x.shape, out.shape[-1]
+    blocks = (2 * n if epilogue == SWIGLU else n) // BLOCK
+    wanted = {
+        "words": (weight.words, (blocks, k // GROUP, 2, 32, 4)),
+        "pairs": (weight.pairs, (blocks, k // GROUP, 8, 2)),
+        "out": (out, (tile.split, rows, n) if out.dim() > 2 or tile.split > 1 else (rows, n)),
+        "residual": (residual, (rows, n)),
+    }
+    if not 1 <= rows <= MAX_ROWS or k % (GROUP * tile.split) or n % BLOCK:
         raise ValueError(
-            f"rows {tuple(x.shape)} with words {tuple(weight.words.shape)}: 1 to {MAX_ROWS} rows of a "
-            f"multiple of {GROUP * tile.split} values, and words {wanted}"
+            f"{n} outputs of rows {tuple(x.shape)}: 1 to {MAX_ROWS} rows of a multiple of "
+            f"{GROUP * tile.split} values, and a multiple of {BLOCK} outputs"
         )
-    if not x.is_contiguous() or x.dtype != torch.float16:
-        raise ValueError("a product with 4-bit weights takes contiguous float16 rows")
+    for name, (tensor, shape) in wanted.items():
+        if tensor is not None and (tuple(tensor.shape) != shape or not tensor.is_contiguous()):
+            raise ValueError(f"{name} {tuple(tensor.shape)}, strides {tensor.stride()}: contiguous {shape}")
+    if x.dtype != torch.float16 or not x.is_contiguous() or x.data_ptr() % ALIGNED:
+        raise ValueError(
+            f"contiguous float16 rows at a multiple of {ALIGNED} bytes, not {x.dtype} {x.stride()}"
+        )
+    if weight.words.data_ptr() % ALIGNED:
+        raise ValueError(f"words at a multiple of {ALIGNED} bytes")
     options: dict[str, Any] = {"num_stages": 1} | launch_options(x.device)
     stored = tile.blocks // 2 if epilogue == SWIGLU else tile.blocks
     grid = (triton.cdiv(n // BLOCK, stored), tile.split)

@@ -174,7 +174,7 @@ def eighths(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _multiply_add(x, w, acc):
+def multiply_add(x, w, acc):
     """acc + Σ x_j·w_j for j = 0..7, in that order, each step one fused multiply-add."""
     for j in tl.static_range(8):
         acc = tl.fma(x[j], w[j], acc)
@@ -226,9 +226,9 @@ def _linear_fma(
         sums_up = ()
         for t in tl.static_range(ROWS):
             tile = eighths(_part(inputs + t * k + begin, left, EVEN_K), 1, LANES)
-            sums = sums + (_multiply_add(tile, w, acc[t]),)
+            sums = sums + (multiply_add(tile, w, acc[t]),)
             if EPILOGUE == 2:
-                sums_up = sums_up + (_multiply_add(tile, up, acc_up[t]),)
+                sums_up = sums_up + (multiply_add(tile, up, acc_up[t]),)
             else:
                 sums_up = sums_up + (acc_up[t],)
         acc = sums
@@ -337,6 +337,10 @@ def launch(
             f"rows {tuple(x.shape)} with a weight {tuple(weight.shape)}: 1 to {MAX_ROWS} rows of a multiple "
             f"of {8 * tile.split} values, and a weight {wanted}"
         )
+    if out.numel() != tile.split * rows * n or out.shape[-2] != rows:
+        raise ValueError(f"out {tuple(out.shape)}: {tile.split} × {rows} rows of {n}")
+    if epilogue == RESIDUAL and (residual is None or residual.shape != (rows, n)):
+        raise ValueError(f"a residual of {(rows, n)}")
     if tile.dot and x.dtype != torch.float16:
         raise ValueError(f"tensor cores take float16 rows, not {x.dtype}")
     if not (x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()):

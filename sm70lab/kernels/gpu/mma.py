@@ -1,17 +1,22 @@
 """One warp's tensor-core products with 4-bit weights: four ``mma.m16n8k16`` in a row, sm_80 and later.
 
 Written in assembly because the weights' order in memory is the order in which a warp's threads hold an
-``mma`` operand: they go from memory to registers to the tensor cores, through no shared memory. Of thread
-4·g + q of a warp, four ``mma`` take
+``mma`` operand: they go from memory to registers to the tensor cores, through no shared memory. An ``mma``
+sums over 16 inputs in any order in which both operands agree, so a thread takes sixteen bytes of x in a row
+and the weights' order follows from that. Of thread 4·g + q of a warp, four ``mma`` take
 
 - ``words`` int32 [4]: word 2·c + h, nibble 4·e + 2·p + r is the weight of output g + 8·r and input
-  32·c + 8·q + 4·h + 2·p + e;
+  32·c + 8·q + 4·h + 2·p + e. An ``mma``'s registers a, b, c, d are the pairs e = 0, 1 of (p, r) = (0, 0),
+  (0, 1), (1, 0), (1, 1);
 - ``low``, ``high`` int32 [4]: row g of x, inputs 8·q to 8·q + 7 and 32 + 8·q to 32 + 8·q + 7, as float16;
 - ``total`` float32 [4]: value 2·r + t is the sum of output g + 8·r and row 2·q + t.
 
 Nibbles become float16 without a conversion: a nibble alone in the lowest bits is the subnormal number
-nibble·2⁻²⁴, in the next four nibble·2⁻²⁰. ``UNIT`` of output g + 8·r says which. The plain twins beside the
-assembly are what the interpreter runs.
+nibble·2⁻²⁴ (r = 0), in the next four nibble·2⁻²⁰ (r = 1): ``unit``.
+
+The assembly counts on row i of a tensor [32·WARPS, 4] lying in thread i, its columns in that thread's
+registers. Triton lays it out so where loads of sixteen bytes are aligned (``int4.launch`` sees to it, and a
+test reads the compiled layouts). The plain twins beside the assembly are what the interpreter runs.
 """
 
 from __future__ import annotations
@@ -19,8 +24,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOW_UNIT = tl.constexpr(2.0**-24)  # of r = 0
-HIGH_UNIT = tl.constexpr(2.0**-20)  # of r = 1
+LOW_UNIT = tl.constexpr(2.0**-24)
+HIGH_UNIT = tl.constexpr(2.0**-20)
 
 
 def _four(of_step: str, first: int, total: int) -> str:
@@ -53,7 +58,7 @@ _HIGH_HALF = tl.constexpr("{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f
 
 @triton.jit
 def four_products(words, low, high, total, WARPS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """total + UNIT·Σ q·x over 64 inputs: all int32 or float32 [32·WARPS, 4]."""
+    """total + unit·Σ q·x over 64 inputs: all int32 or float32 [32·WARPS, 4]."""
     if not ASSEMBLY:
         return _add(total, _matrix(words, WARPS), _rows(low, high, WARPS), WARPS)
     return tl.inline_asm_elementwise(
@@ -83,9 +88,9 @@ def four_sums(low, high, total, WARPS: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 
 @triton.jit
-def unit(value):
-    """UNIT of ``total``'s values 0 to 3."""
-    return tl.where(value < 2, LOW_UNIT, HIGH_UNIT)
+def unit(i):
+    """What one is in ``total``'s value ``i``, 0 to 3."""
+    return tl.where(i < 2, LOW_UNIT, HIGH_UNIT)
 
 
 @triton.jit
@@ -109,7 +114,7 @@ def high_half(pair, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _matrix(words, WARPS: tl.constexpr):
-    """Nibbles times UNIT, float32 [WARPS, 16, 64]."""
+    """Nibbles times their unit, float32 [WARPS, 16, 64]."""
     q = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
     q = tl.reshape(q, [WARPS, 8, 4, 2, 2, 2, 2, 2])  # warp, g, q, c, h, e, p, r
     q = tl.permute(q, [0, 7, 1, 3, 2, 4, 6, 5])  # warp, r, g, c, q, h, p, e

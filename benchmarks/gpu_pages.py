@@ -45,16 +45,17 @@ def decode_tables(*runs: dict[str, Any]) -> Iterator[str]:
     lines = [line for shape, run in last.items() for line in run["lines"] if line["shape"] == shape]
     yield (
         "| shape | weights | route | numerics | tok/s | ms a round | GB a round | of the floor "
-        "| of the copy's | between kernels | host ms | kernels |"
+        "| of the copy's | between kernels | host ms | kernels | logits off exact |"
     )
-    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
     for line in lines:
         ms, between = line["round_ms"], max(0.0, 1 - line["kernel_ms"] / line["round_ms"])
+        off = line["logits_deviation"]
         yield (
             f"| {line['shape']} | {line['weights']} | {line['route']} | {line['numerics']} "
             f"| {line['tokens_per_second']:.1f} | {ms:.3f} | {line['round_bytes'] / 1e9:.2f} "
             f"| {line['share_of_floor']:.2f} | {line['copy_floor_ms'] / ms:.2f} | {between:.1%} "
-            f"| {line['host_ms']:.2f} | {line['kernels']} |"
+            f"| {line['host_ms']:.2f} | {line['kernels']} | {'' if off is None else f'{off:.1e}'} |"
         )
     for line in lines:
         where = (line["shape"], line["weights"], line["route"])

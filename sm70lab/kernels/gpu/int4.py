@@ -128,16 +128,15 @@ def linear_reference(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
 
 
 @triton.jit
-def _blocks(first, n, BLOCKS: tl.constexpr, EPILOGUE: tl.constexpr):
-    """The blocks of a program, BLOCKS from ``first``: with SwiGLU half of gate, half of up that follows it.
+def _blocks(n, BLOCKS: tl.constexpr, STORED: tl.constexpr):
+    """A program's blocks: the STORED ones, and with SwiGLU as many of up, which follows gate.
 
     Blocks beyond n repeat the last: no mask in the loop.
     """
-    PLAIN_BLOCKS: tl.constexpr = BLOCKS // 2 if EPILOGUE == 2 else BLOCKS
     blocks = ()
     for b in tl.static_range(BLOCKS):
-        own = tl.minimum(first + b % PLAIN_BLOCKS, n // 16 - 1)
-        blocks = blocks + (own + b // PLAIN_BLOCKS * (n // 16),)
+        own = tl.minimum(tl.program_id(0) * STORED + b % STORED, n // 16 - 1)
+        blocks = blocks + (own + b // STORED * (n // 16),)
     return blocks
 
 
@@ -235,7 +234,7 @@ def _int4_mma(
     first = part * groups + thread // 32
     word_at = ()
     pair_at = ()
-    blocks = _blocks(tl.program_id(0) * STORED, n, BLOCKS, EPILOGUE)
+    blocks = _blocks(n, BLOCKS, STORED)
     for b in tl.static_range(BLOCKS):
         place = (blocks[b] * (k // 128) + first)[:, None]
         word_at = word_at + (place.to(tl.int64) * 256 + (thread % 32 * 4)[:, None] + four[None, :],)
@@ -316,7 +315,7 @@ def _int4_fma(
     span = k // 32 // SPLIT  # quarters of groups
     let_next_kernel_start(PDL)
     wait_for_kernels_before(PDL)
-    blocks = _blocks(tl.program_id(0) * STORED, n, BLOCKS, EPILOGUE)
+    blocks = _blocks(n, BLOCKS, STORED)
     acc = ()
     for _ in tl.static_range(2 * BLOCKS * ROWS):
         acc = acc + (tl.zeros((THREADS, 1), dtype=tl.float32),)

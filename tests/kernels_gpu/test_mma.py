@@ -93,11 +93,8 @@ def test_the_assembly_multiplies_a_block_of_a_group() -> None:
         np.testing.assert_allclose(sums[i], x.double().sum(1).numpy()[2 * QUAD + i % 2])
 
 
-TILES = [(int4.DOT, 0, 90), (int4.DOT, 0, 80), (int4.DOT_NARROW, 0, 90), (int4.DOT_SWIGLU, 2, 90)]
-
-
-@pytest.mark.parametrize(("tile", "epilogue", "arch"), TILES)
-def test_a_row_of_every_operand_lies_in_one_thread(tile: int4.Tile, epilogue: int, arch: int) -> None:
+def compiled(tile: int4.Tile, epilogue: int, arch: int, aligned: bool = True) -> Any:
+    """The kernel for a card that is not here."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -109,15 +106,26 @@ def test_a_row_of_every_operand_lies_in_one_thread(tile: int4.Tile, epilogue: in
         "UNROLL": tile.unroll, "EPILOGUE": epilogue, "ASSEMBLY": True, "PDL": False,
     }  # fmt: skip
     case = CompileCase(int4._int4_mma, signature, constexprs, tile.warps, 1, "", ("n", "k"))
-    source = ASTSource(case.kernel, case.full_signature(), constexprs, case.attributes())
+    attributes = case.attributes() if aligned else {}
+    source = ASTSource(case.kernel, case.full_signature(), constexprs, attributes)
     options = {"num_warps": tile.warps, "num_stages": 1}
-    text = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["ttgir"]
-    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", text, re.MULTILINE))
-    lines = [line for line in text.splitlines() if "mma.sync" in line]
-    assert lines
-    for line in lines:
-        operands = set(re.findall(r"tensor<\d+x4x\w+, (#\w+)>", line))
-        assert len(operands) == 1, line  # all in one layout
-        layout = layouts[operands.pop()]
-        assert "sizePerThread = [1, 4], threadsPerWarp = [32, 1]" in layout, layout
-        assert f"warpsPerCTA = [{tile.warps}, 1]" in layout, layout
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+TILES = [(int4.DOT, 0, 90), (int4.DOT, 0, 80), (int4.DOT_NARROW, 0, 90), (int4.DOT_SWIGLU, 2, 90)]
+
+
+@pytest.mark.parametrize(("tile", "epilogue", "arch"), TILES)
+def test_a_row_of_every_operand_lies_in_one_thread(tile: int4.Tile, epilogue: int, arch: int) -> None:
+    kernel = compiled(tile, epilogue, arch)
+    assert kernel.asm["ttgir"].count("mma.sync") >= 8 * tile.blocks // 4
+    mma.check_layout(kernel.asm["ttgir"], tile.warps)
+    with pytest.raises(RuntimeError, match="lays out the operands"):
+        mma.check_layout(kernel.asm["ttgir"], 2 * tile.warps)
+
+
+def test_another_layout_is_found_out() -> None:
+    with pytest.raises(RuntimeError, match=r"they need sizePerThread = \[1, 4\]"):
+        mma.check_layout(compiled(int4.DOT_SWIGLU, 2, 90, aligned=False).asm["ttgir"], 2)
+    with pytest.raises(RuntimeError, match="as none"):
+        mma.check_layout("", 2)

@@ -23,7 +23,7 @@ from sm70lab.kernels.gpu.capability import has_tensor_core_dots
 from sm70lab.kernels.gpu.cases import CompileCase
 from sm70lab.kernels.gpu.launch import launch_options, let_next_kernel_start, wait_for_kernels_before
 from sm70lab.kernels.gpu.linear import MAX_ROWS, PLAIN, RESIDUAL, SWIGLU, eighths, multiply_add, store_product
-from sm70lab.kernels.gpu.mma import four_products, four_sums, high_half, low_half, unit
+from sm70lab.kernels.gpu.mma import check_layout, four_products, four_sums, high_half, low_half, unit
 
 GROUP = 128
 ALIGNED = 16  # bytes: loads of four words, which ``mma`` counts on
@@ -384,6 +384,7 @@ class Tile:
 DOT = Tile(True, 2, 4, ahead=2, unroll=2)
 DOT_NARROW = Tile(True, 2, 2, ahead=2, unroll=2, split=4)
 DOT_SWIGLU = Tile(True, 2, 2, registers=96)
+CHECKED: set[str] = set()  # compiled kernels whose layouts are the assembly's
 FMA = Tile(False, 1, 4)
 FMA_SWIGLU = Tile(False, 2, 4)
 
@@ -439,7 +440,10 @@ def launch(
         warps, assembly = tile.side_by_side(k), x.device.type == "cuda"
         sizes = (triton.cdiv(rows, 8), tile.blocks, warps, tile.split, tile.ahead, tile.unroll, epilogue)
         options |= {"num_warps": warps, "maxnreg": tile.registers if rows <= 8 else None}
-        _int4_mma[grid](x.view(torch.int32), *rest, rows, n, k, *sizes, assembly, **options)
+        compiled = _int4_mma[grid](x.view(torch.int32), *rest, rows, n, k, *sizes, assembly, **options)
+        if assembly and compiled.hash not in CHECKED:
+            check_layout(compiled.asm["ttgir"], warps)
+            CHECKED.add(compiled.hash)
     else:
         sizes = (rows, tile.blocks, tile.warps, tile.split, epilogue)
         _int4_fma[grid](x, *rest, n, k, *sizes, num_warps=tile.warps, **options)

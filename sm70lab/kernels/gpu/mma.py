@@ -15,11 +15,13 @@ Nibbles become float16 without a conversion: a nibble alone in the lowest bits i
 nibble·2⁻²⁴ (r = 0), in the next four nibble·2⁻²⁰ (r = 1): ``unit``.
 
 The assembly counts on row i of a tensor [32·WARPS, 4] lying in thread i, its columns in that thread's
-registers. Triton lays it out so where loads of sixteen bytes are aligned (``int4.launch`` sees to it, and a
-test reads the compiled layouts). The plain twins beside the assembly are what the interpreter runs.
+registers. Triton lays it out so where loads of sixteen bytes are aligned; ``check_layout`` reads whether a
+compiled kernel has it. The plain twins beside the assembly are what the interpreter runs.
 """
 
 from __future__ import annotations
+
+import re
 
 import triton
 import triton.language as tl
@@ -107,6 +109,23 @@ def high_half(pair, ASSEMBLY: tl.constexpr):
     if not ASSEMBLY:
         return (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return tl.inline_asm_elementwise(_HIGH_HALF, "=f,r", [pair], tl.float32, is_pure=True, pack=1)
+
+
+def check_layout(ttgir: str, warps: int) -> None:
+    """Raise ``RuntimeError`` unless a kernel, in Triton's GPU dialect, lays operands out for the assembly.
+
+    Another release of Triton may choose otherwise, and the products would be wrong.
+    """
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{(.*)\}>", ttgir, re.MULTILINE))
+    wanted = f"sizePerThread = [1, 4], threadsPerWarp = [32, 1], warpsPerCTA = [{warps}, 1], order = [1, 0]"
+    products = [line for line in ttgir.splitlines() if "mma.sync" in line]
+    operands = {name for line in products for name in re.findall(r"tensor<\d+x4x\w+, (#\w+)>", line)}
+    if not operands or any(layouts.get(name) != wanted for name in operands):
+        found = ", ".join(sorted(str(layouts.get(name)) for name in operands)) or "none"
+        raise RuntimeError(
+            f"Triton {triton.__version__} lays out the operands of 4-bit products as {found}; "
+            f"they need {wanted}"
+        )
 
 
 # ---------------------------------------------------------------- plain twins

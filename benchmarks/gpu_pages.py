@@ -112,7 +112,8 @@ def attention_tables(run: dict[str, Any]) -> Iterator[str]:
             f"| {line['sdpa_us']:.1f} |"
         )
     yield ""
-    yield "From logits over 248,320 ids to committed tokens:"
+    first = run["sampling"][0]
+    yield f"From logits over {first['bytes'] // first['rows'] // 4:,} ids to committed tokens:"
     yield ""
     yield "| rows | µs | TB/s of logits | torch.topk alone, µs |"
     yield "|---|---|---|---|"

@@ -311,7 +311,7 @@ def prompts() -> Iterator[Measured]:
             moved = 4 * (heads * tokens * (2 * k + 2 * v + 2) + 2 * state.numel())
             yield Measured("GDN prompt", shape, tokens, moved, own, "torch chunks", torchs)
             if importlib.util.find_spec("fla") is not None:
-                peer = microseconds(fla_prompt(*data))
+                peer = microseconds(fla_prompt(data))
                 yield Measured("GDN prompt", shape, tokens, moved, own, "fla chunks, float16", peer)
 
 
@@ -320,20 +320,14 @@ def microseconds(call: Call) -> float:
     return float(triton.testing.do_bench(call, warmup=5, rep=50, return_mode="median")) * 1e3
 
 
-def fla_prompt(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-) -> Call:
+def fla_prompt(data: tuple[torch.Tensor, ...]) -> Call:
+    """flash-linear-attention's chunks over the same rows and state, in float16."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    return partial(
-        chunk_gated_delta_rule, q.half(), k.half(), v.half(), g, beta, scale=1.0, initial_state=state,
-        output_final_state=True,
-    )  # fmt: skip
+    *qkv, g, beta, state = data
+    half = (x.half() for x in qkv)
+    options = {"scale": 1.0, "initial_state": state, "output_final_state": True}
+    return partial(chunk_gated_delta_rule, *half, g, beta, **options)
 
 
 # ---------------------------------------------------------------- norms

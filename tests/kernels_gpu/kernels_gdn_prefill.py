@@ -65,7 +65,7 @@ def test_it_is_the_recurrence() -> None:
     assert_close(state, states[:, -1], LIMIT)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="long")
+@pytest.mark.skipif(INTERPRETED, reason="a GPU's size")
 def test_the_9b_shape() -> None:
     Prompt(1, 1500, 32, 128, 128).check()
 

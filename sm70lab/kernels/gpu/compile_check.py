@@ -128,7 +128,7 @@ def load(name: str) -> ModuleType:
     """A module by its dotted name or its file."""
     if not name.endswith(".py"):
         return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+    spec = importlib.util.spec_from_file_location(f"checked_{Path(name).stem}", name)
     if spec is None or spec.loader is None:
         raise ImportError(f"{name}: not a Python file")
     module = importlib.util.module_from_spec(spec)

@@ -64,6 +64,7 @@ def _systems(
     lower = tl.where(t > s, tl.load(beta + at, mask=live, other=0.0)[:, None] * kk * ratio, 0.0)
     # Blocks on the diagonal double: [[A, 0], [C, D]]⁻¹ = [[A⁻¹, 0], [−D⁻¹·C·A⁻¹, D⁻¹]].
     inverse = tl.where(t == s, 1.0, 0.0)
+    tl.static_assert(CHUNK == 64)
     for level in range(6):  # 2⁶ = CHUNK
         side = 1 << level
         c = tl.where((t // side % 2 == 1) & (s // side == t // side - 1), lower, 0.0)

@@ -299,7 +299,7 @@ def choose(
             return FMA_ONE
         return FMA_SWIGLU if swiglu else FMA_ROWS
     if n * k < SMALL or k % 128:
-        tile = DOT_SMALL if k < 1024 else DOT_SMALL_PARTS
+        tile = DOT_SMALL if k < 1024 else DOT_SMALL_PARTS  # then a part fills its pipeline
     elif int8:
         tile = DOT_INT8
     elif swiglu:

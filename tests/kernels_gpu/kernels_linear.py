@@ -12,7 +12,7 @@ from sm70lab.kernels.gpu import linear
 from sm70lab.kernels.gpu.linear import Tile
 from tests.engine.assertions import assert_close
 
-LARGE = [(768, 320), (1024, 3584), (4096, 4096), (4096, 12288), (12352, 4096)]
+LARGE = [(768, 320), (1024, 3584), (4096, 4096), (4096, 12288), (5120, 6144), (12352, 4096)]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TILES = {
@@ -108,6 +108,9 @@ def test_the_chosen_tile_computes_the_product(exact: bool) -> None:
             parts = linear.parts_of(n, k, rows, x, exact)
             split = linear.linear_parts(x, case.weight, torch.empty(parts, rows, n, device=DEVICE), exact)
             assert_close(split.sum(0), case.reference(rows), 1e-5)
+            if exact:  # or a single row may be cut otherwise
+                alone = linear.linear_parts(x[:1], case.weight, torch.empty_like(split[:, :1]))
+                assert torch.equal(alone, split[:, :1])
             pair = Case(n, k, linear.SWIGLU)
             gated = linear.swiglu(pair.x[:rows], pair.weight, x.new_empty(rows, n), exact)
             assert_close(gated, pair.reference(rows), 1e-3)

@@ -382,7 +382,7 @@ class Tile:
 
 # Dots: measured on one H200 at the 27B shape, five rows. The others fit an sm_70 without spills.
 DOT = Tile(True, 2, 4, ahead=2, unroll=2)
-DOT_NARROW = Tile(True, 2, 2, ahead=2, unroll=2, split=4)
+DOT_NARROW = Tile(True, 1, 2, ahead=3, unroll=2, split=4)
 DOT_SWIGLU = Tile(True, 2, 2, registers=96)
 FMA = Tile(False, 1, 4)
 FMA_SWIGLU = Tile(False, 2, 4)

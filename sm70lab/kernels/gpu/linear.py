@@ -266,6 +266,7 @@ DOT_HEAD = Tile(True, 64, 128, 4, 3, weights_first=True)  # the vocabulary
 DOT_WIDE = Tile(True, 64, 128, 4, 4, weights_first=True)  # input projections
 DOT_NARROW = Tile(True, 64, 256, 4, 3, split=2, weights_first=True)  # hidden × hidden
 DOT_DEEP = Tile(True, 64, 128, 4, 6, split=2, weights_first=True)  # hidden × inner
+DOT_MIDDLE = Tile(True, 64, 128, 4, 5, split=2, weights_first=True)  # two on a multiprocessor: 27B's hidden
 DOT_INT8 = Tile(True, 64, 256, 4, 4)
 DOT_SMALL = Tile(True, 16, 64, 2, 4)
 DOT_SMALL_PARTS = Tile(True, 16, 64, 2, 4, split=4)
@@ -308,6 +309,8 @@ def choose(
         tile = DOT_HEAD
     elif n > 8_192:
         tile = DOT_WIDE
+    elif n > 4_096 and parts:
+        tile = DOT_MIDDLE
     else:
         tile = DOT_NARROW if k < 8_192 else DOT_DEEP
     if not parts or k % (tile.split * tile.block_k):

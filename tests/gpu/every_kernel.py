@@ -5,7 +5,8 @@
 
 Without PyTorch's cache each tensor is an allocation of its own, so that reading beyond one is seen. The
 checks are those of ``tests/kernels_gpu``, one of each kernel's tiles and dtypes. A first run without the tool
-fills Triton's cache. ``planted`` writes beyond a tensor on purpose: memcheck must complain.
+fills Triton's cache. Two are wrong on purpose: ``beyond`` writes beyond a tensor, and memcheck must say so;
+``race`` writes shared memory without a barrier, and racecheck must.
 """
 
 from __future__ import annotations
@@ -36,9 +37,25 @@ def _beyond(x, size):
     tl.store(x + size, 1.0)
 
 
-def planted() -> None:
+def beyond() -> None:
     """One value beyond a tensor."""
     _beyond[(1,)](torch.empty(1024, device=linear.DEVICE), 1024)
+
+
+@triton.jit
+def _unordered(out):
+    """Every thread of four warps writes its number to one word of shared memory."""
+    thread = tl.arange(0, 128)
+    word = tl.inline_asm_elementwise(
+        "{ .shared .align 4 .b32 word; st.shared.b32 [word], $1; ld.shared.b32 $0, [word]; }",
+        "=r,r", [thread], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.store(out + thread, word)
+
+
+def race() -> None:
+    """Writes of several warps with no barrier between them."""
+    _unordered[(1,)](torch.empty(128, dtype=torch.int32, device=linear.DEVICE), num_warps=4)
 
 
 KERNELS: dict[str, list[Callable[[], object]]] = {
@@ -77,14 +94,15 @@ KERNELS: dict[str, list[Callable[[], object]]] = {
         sampling.test_few_columns_and_a_shortlist,
         *(partial(sampling.test_rounds_deliver_the_engines_tokens, rule, 3) for rule in DraftSampling),
     ],
-    "planted": [planted],
+    "beyond": [beyond],
+    "race": [race],
 }
 
 
 def main(names: list[str]) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    for name in names or [name for name in KERNELS if name != "planted"]:
+    for name in names or [name for name in KERNELS if name not in ("beyond", "race")]:
         began = time.perf_counter()
         for check in KERNELS[name]:
             check()

@@ -260,7 +260,8 @@ class Tile:
 
 SMALL = 4_000_000  # elements of a matrix that takes longer to launch than to read
 
-# Measured on one H200 at the 9B shape (benchmarks/kernels_gpu.py), from the tiles tried there.
+# Measured on one H200 at the 9B shape (benchmarks/kernels_gpu.py), from the tiles tried there; the small
+# ones and the middle one in whole rounds of 0.8B and 27B (benchmarks/decode_gpu.py).
 DOT_SWIGLU = Tile(True, 32, 128, 2, 3)
 DOT_HEAD = Tile(True, 64, 128, 4, 3, weights_first=True)  # the vocabulary
 DOT_WIDE = Tile(True, 64, 128, 4, 4, weights_first=True)  # input projections
